@@ -1,0 +1,1 @@
+"""Resumable prefixes for hybrid-attention models: contracts, caches, checks, a store."""

@@ -1,0 +1,243 @@
+"""A window and one compressed branch in a joint softmax: the body of CSA and HCA layers."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from hetero_kv.attention import attend, pool, ring, selection
+from hetero_kv.attention.call import Call, Train, View
+from hetero_kv.attention.compressor import Compressor
+from hetero_kv.attention.entries import EntryPool
+from hetero_kv.attention.indexer import Indexer
+from hetero_kv.attention.latent_heads import Heads, LatentHeads
+from hetero_kv.attention.rope import Rope
+from hetero_kv.attention.window import WindowBranch
+from hetero_kv.contract import LayerSpec
+from hetero_kv.params import Params, ParamTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Compressed:
+    """A layer with a window (or none) and one compressed branch.
+
+    With an indexer it is CSA; without one every visible entry is attended, which is HCA.
+    """
+
+    kind: str
+    heads: LatentHeads
+    window: WindowBranch | None
+    compressor: Compressor
+    entries: EntryPool
+    indexer: Indexer | None = None
+    index_keys: EntryPool | None = None
+
+    @property
+    def rope(self) -> Rope:
+        """The frequencies of queries, keys, entries and index keys alike."""
+        return self.heads.rope
+
+    def params(self) -> ParamTree:
+        """The heads, the compressor, and the indexer with its own compressor."""
+        tree = {**self.heads.params(), "compressor": self.compressor.params()}
+        return tree | ({"indexer": self.indexer.params()} if self.indexer else {})
+
+    def spec(self) -> LayerSpec:
+        """Window, tail and entries; for CSA also the indexer's tail and keys."""
+        leaves = self.window.leaves() if self.window else {}
+        leaves |= self.compressor.leaves() | self.entries.leaves()
+        if self.indexer:
+            leaves |= self.indexer.compressor.leaves("index_") | self.index_keys.leaves()
+        return LayerSpec(self.kind, tuple(leaves.items()))
+
+    def _begin(self, params: Params, q: jax.Array) -> attend.State:
+        return attend.begin(q.shape[:-1], q.shape[-1], params.get("sinks"))
+
+    def forward(
+        self, params: Params, x: jax.Array, call: Call, train: Train
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """See `Mechanism.forward`. Auxiliaries with `train.aux`: see `_teach`."""
+        turn = call.tables[self.rope]
+        heads = self.heads.project(params, x, turn)
+        state = self._begin(params, heads.q)
+        if self.window:
+            state = self.window.forward(state, heads.q, heads.kv, self.heads.scale)
+        entries = self.compressor.forward(params["compressor"], x)
+        index = jnp.arange(entries.shape[1], dtype=jnp.int32)
+        mask = index < self.entries.visible(call.positions)[..., None]
+        if not entries.shape[1]:
+            return self.heads.output(params, attend.finish(state), turn, x.dtype), {}
+        scores = None
+        if self.indexer:
+            scores = self._index_scores(params["indexer"], x, heads, call)
+            if train.select == "topk":
+                frozen = jax.lax.stop_gradient(scores)
+                keys = selection.order_keys(frozen, mask)
+                low, cut = selection.thresholds(keys, self.indexer.topk, jnp.int32(1), index.size)
+                mask = selection.chosen(keys, index, low, cut)
+        state = attend.add(state, heads.q, entries, mask, self.heads.scale)
+        y = self.heads.output(params, attend.finish(state), turn, x.dtype)
+        if not (train.aux and self.indexer):
+            return y, {}
+        return y, self._teach(scores, state, heads.q, entries, mask)
+
+    def _index_scores(self, params: Params, x: jax.Array, heads: Heads, call: Call) -> jax.Array:
+        """f32[B, T, N]; inputs are detached, so only the indexer's weights learn from them."""
+        x, latent = jax.lax.stop_gradient((x, heads.latent))
+        q, weights = self.indexer.queries(params, x, latent, call.tables[self.rope])
+        keys = self.indexer.compressor.forward(params["compressor"], x)
+        return self.indexer.scores(q, weights, keys)
+
+    def _teach(
+        self,
+        scores: jax.Array,
+        state: attend.State,
+        q: jax.Array,
+        entries: jax.Array,
+        mask: jax.Array,
+    ) -> dict[str, jax.Array]:
+        """The indexer's loss: KL(head-mean attention over the mask's entries || its softmax).
+
+        As in DeepSeek-V3.2's indexer training: target detached and renormalised over entries.
+        """
+        dots = jnp.einsum(
+            "rshc,rkc->rshk", q, entries.astype(q.dtype), preferred_element_type=jnp.float32
+        )
+        logits = jnp.where(mask[:, :, None], dots * self.heads.scale, attend.MASKED)
+        share = jnp.exp(logits - state.top[..., None]) / state.total[..., None]
+        target = jnp.where(mask, jnp.mean(share, axis=2), 0.0)
+        norm = jnp.sum(target, axis=-1, keepdims=True)
+        target = jax.lax.stop_gradient(target / jnp.maximum(norm, 1e-30))
+        log_q = jax.nn.log_softmax(jnp.where(mask, scores, attend.MASKED), axis=-1)
+        log_p = jnp.log(jnp.maximum(target, 1e-30))
+        kl = jnp.sum(jnp.where(mask, target * (log_p - log_q), 0.0), axis=-1)
+        some = jnp.any(mask, axis=-1)
+        loss = jnp.sum(jnp.where(some, kl, 0.0)) / jnp.maximum(jnp.sum(some), 1)
+        return {"indexer_kl": loss, "targets": target, "index_scores": scores}
+
+    def prefill(
+        self, params: Params, x: jax.Array, view: View, call: Call
+    ) -> tuple[jax.Array, View]:
+        """See `Mechanism.prefill`. Entries are written first, so that queries see their own."""
+        turn = call.tables[self.rope]
+        q, kv, latent = self.heads.project(params, x, turn)
+        view = self._emit(
+            params["compressor"], self.compressor, self.entries, "tail", x, view, call
+        )
+        state = self._begin(params, q)
+        if self.window:
+            state, view = self.window.prefill(state, q, kv, view, call, self.heads.scale)
+        chosen = None
+        if self.indexer:
+            own, pool_ = params["indexer"], self.index_keys
+            view = self._emit(
+                own["compressor"], self.indexer.compressor, pool_, "index_tail", x, view, call
+            )
+            index_q, weights = self.indexer.queries(own, x, latent, turn)
+            order, low, cut = self.indexer.select_many(
+                index_q,
+                weights,
+                view.leaves[pool_.name],
+                view.layer,
+                pool_.visible(call.positions),
+                pool_.tiles(call),
+                pool_.tile,
+            )
+
+            def chosen(t: jax.Array) -> jax.Array:
+                size = pool_.tile
+                part = jax.lax.dynamic_slice_in_dim(order, t * size, size, axis=2)
+                index = t * size + jnp.arange(size, dtype=jnp.int32)
+                return selection.chosen(part, index, low, cut)
+
+        state = self.entries.attend(state, q, view, call, self.heads.scale, chosen)
+        return self.heads.output(params, attend.finish(state), turn, x.dtype), view
+
+    def _emit(
+        self,
+        params: Params,
+        compressor: Compressor,
+        entries: EntryPool,
+        tail: str,
+        x: jax.Array,
+        view: View,
+        call: Call,
+    ) -> View:
+        """Raw rows into the tail ring, and the entries that close into their pool."""
+        raw = compressor.raw(params, x, call.positions)
+        held = ring.read(view.leaves[tail], view.layer)
+        new, first, count = compressor.close_many(params, held, raw, call.start, call.count)
+        view = entries.append(view, call, first, new, count)
+        seen = ring.read(view.leaves[f"{tail}_pos"], view.layer)
+        held = ring.advance(held, call.start, raw, call.count)
+        seen = ring.advance(seen, call.start, call.positions, call.count)
+        return view.update(
+            **{
+                tail: ring.store(view.leaves[tail], view.layer, held),
+                f"{tail}_pos": ring.store(view.leaves[f"{tail}_pos"], view.layer, seen),
+            }
+        )
+
+    def _emit_one(
+        self,
+        params: Params,
+        compressor: Compressor,
+        entries: EntryPool,
+        tail: str,
+        x: jax.Array,
+        view: View,
+        call: Call,
+    ) -> View:
+        """As `_emit` for one token a row."""
+        position, keep = call.positions[:, 0], call.count > 0
+        raw = compressor.raw(params, x[:, 0], position)
+        rows = ring.write_one(view.leaves[tail], view.layer, position, raw, keep)
+        seen = view.leaves[f"{tail}_pos"]
+        seen = ring.write_one(seen, view.layer, position, position, keep)
+        view = view.update(**{tail: rows, f"{tail}_pos": seen})
+        new = compressor.close_one(params, ring.read(rows, view.layer), position)
+        closes = keep & ((position + 1) % compressor.ratio == 0)
+        return entries.append(
+            view, call, position // compressor.ratio, new[:, None], closes.astype(jnp.int32)
+        )
+
+    def decode(
+        self, params: Params, x: jax.Array, view: View, call: Call
+    ) -> tuple[jax.Array, View]:
+        """See `Mechanism.decode`. A group that closes is seen by the token that closes it."""
+        turn = call.tables[self.rope]
+        q, kv, latent = self.heads.project(params, x, turn)
+        view = self._emit_one(
+            params["compressor"], self.compressor, self.entries, "tail", x, view, call
+        )
+        rows, live = [], []
+        if self.window:
+            view = self.window.write(kv[:, 0], view, call)
+            own, seen = self.window.rows(view, call)
+            rows, live = [own], [seen]
+        if self.indexer:
+            view, picked, seen = self._pick(params["indexer"], x, latent, view, call)
+            rows, live = [*rows, picked], [*live, seen]
+        state = self._begin(params, q)
+        if rows:
+            keys, mask = jnp.concatenate(rows, axis=1), jnp.concatenate(live, axis=1)
+            state = attend.add(state, q, keys, mask[:, None], self.heads.scale)
+        if not self.indexer:
+            state = self.entries.attend(state, q, view, call, self.heads.scale)
+        return self.heads.output(params, attend.finish(state), turn, x.dtype), view
+
+    def _pick(
+        self, params: Params, x: jax.Array, latent: jax.Array, view: View, call: Call
+    ) -> tuple[View, jax.Array, jax.Array]:
+        """The selected entries of one query a row: [R, k, c], and which are real: [R, k]."""
+        keys = self.index_keys
+        view = self._emit_one(
+            params["compressor"], self.indexer.compressor, keys, "index_tail", x, view, call
+        )
+        q, weights = self.indexer.queries(params, x, latent, call.tables[self.rope])
+        visible = keys.visible(call.positions[:, 0])
+        index, live = self.indexer.select_one(
+            q, weights, view.leaves[keys.name], view.layer, visible, keys.tile
+        )
+        picked = pool.gather(view.leaves[self.entries.name], view.layer, index)
+        return view, attend.clean(picked, live), live

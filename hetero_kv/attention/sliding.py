@@ -1,0 +1,67 @@
+"""SWA: sliding-window attention over shared-latent rows."""
+
+import dataclasses
+
+import jax
+
+from hetero_kv.attention import attend
+from hetero_kv.attention.call import Call, Train, View
+from hetero_kv.attention.latent_heads import LatentHeads
+from hetero_kv.attention.rope import Rope
+from hetero_kv.attention.window import WindowBranch
+from hetero_kv.contract import LayerSpec
+from hetero_kv.params import Params, ParamTree
+
+
+@dataclasses.dataclass(frozen=True)
+class Sliding:
+    """A layer that sees its window and nothing else."""
+
+    heads: LatentHeads
+    window: WindowBranch
+
+    @property
+    def rope(self) -> Rope:
+        """The frequencies of queries and keys."""
+        return self.heads.rope
+
+    def params(self) -> ParamTree:
+        """The heads' weights."""
+        return self.heads.params()
+
+    def spec(self) -> LayerSpec:
+        """Window rows and their positions."""
+        return LayerSpec("swa", tuple(self.window.leaves().items()))
+
+    def _begin(self, params: Params, q: jax.Array) -> attend.State:
+        return attend.begin(q.shape[:-1], q.shape[-1], params.get("sinks"))
+
+    def forward(
+        self, params: Params, x: jax.Array, call: Call, train: Train
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """See `Mechanism.forward`."""
+        turn = call.tables[self.rope]
+        q, kv, _ = self.heads.project(params, x, turn)
+        state = self.window.forward(self._begin(params, q), q, kv, self.heads.scale)
+        return self.heads.output(params, attend.finish(state), turn, x.dtype), {}
+
+    def prefill(
+        self, params: Params, x: jax.Array, view: View, call: Call
+    ) -> tuple[jax.Array, View]:
+        """See `Mechanism.prefill`."""
+        turn = call.tables[self.rope]
+        q, kv, _ = self.heads.project(params, x, turn)
+        state = self._begin(params, q)
+        state, view = self.window.prefill(state, q, kv, view, call, self.heads.scale)
+        return self.heads.output(params, attend.finish(state), turn, x.dtype), view
+
+    def decode(
+        self, params: Params, x: jax.Array, view: View, call: Call
+    ) -> tuple[jax.Array, View]:
+        """See `Mechanism.decode`."""
+        turn = call.tables[self.rope]
+        q, kv, _ = self.heads.project(params, x, turn)
+        view = self.window.write(kv[:, 0], view, call)
+        rows, live = self.window.rows(view, call)
+        state = attend.add(self._begin(params, q), q, rows, live[:, None], self.heads.scale)
+        return self.heads.output(params, attend.finish(state), turn, x.dtype), view

@@ -1,0 +1,88 @@
+"""Parameters as declarations: shapes, initialisers and logical axes, built from a spec tree."""
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Union
+
+import jax
+import jax.numpy as jnp
+
+ParamTree = Mapping[str, Union["ParamSpec", "ParamTree"]]
+Params = dict  # nested dict of jax.Array, the shape of a ParamTree
+
+INITS = ("normal", "fan_in", "zeros", "ones", "expert_table")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """One weight. `x @ w` orientation: matrices are [in, out].
+
+    init: "fan_in" = normal with std 1/sqrt(in), "normal" = normal with std `scale`, "zeros",
+        "ones", "expert_table" = per row a random choice of distinct integers below `scale`.
+    axes: one logical name per axis, for sharding rules.
+    """
+
+    shape: tuple[int, ...]
+    init: str = "fan_in"
+    scale: float = 1.0
+    dtype: str = ""  # "": the model's param_dtype
+    axes: tuple[str | None, ...] = ()
+
+    def __post_init__(self):
+        if self.init not in INITS:
+            raise ValueError(f"unknown init {self.init!r}; use one of {INITS}")
+
+    def make(self, key: jax.Array, dtype: str) -> jax.Array:
+        """The initial value."""
+        dtype = jnp.dtype(self.dtype or dtype)
+        if self.init == "zeros":
+            return jnp.zeros(self.shape, dtype)
+        if self.init == "ones":
+            return jnp.ones(self.shape, dtype)
+        if self.init == "expert_table":
+            rows, picks = self.shape
+            choose = jax.vmap(
+                lambda k: jax.random.choice(k, int(self.scale), (picks,), replace=False)
+            )
+            return choose(jax.random.split(key, rows)).astype(dtype)
+        std = self.scale
+        if self.init == "fan_in":
+            std = self.scale / math.sqrt(self.shape[-2] if len(self.shape) > 1 else self.shape[-1])
+        return (std * jax.random.normal(key, self.shape, jnp.float32)).astype(dtype)
+
+
+def map_tree(
+    fn: Callable[[str, ParamSpec], object], tree: ParamTree, prefix: str = ""
+) -> dict[str, object]:
+    """Applies `fn(path, spec)` to every spec; paths look like `attn/compressor/norm`."""
+    return {
+        name: fn(prefix + name, item)
+        if isinstance(item, ParamSpec)
+        else map_tree(fn, item, f"{prefix}{name}/")
+        for name, item in tree.items()
+    }
+
+
+def init(tree: ParamTree, key: jax.Array, dtype: str) -> Params:
+    """Initial values; each weight's key is folded in from its path, so order does not matter."""
+
+    def make(path: str, spec: ParamSpec) -> jax.Array:
+        return spec.make(jax.random.fold_in(key, zlib.crc32(path.encode())), dtype)
+
+    return map_tree(make, tree)
+
+
+def init_stacked(tree: ParamTree, key: jax.Array, dtype: str, repeats: int) -> Params:
+    """As `init`, with a leading axis of `repeats` independent layers."""
+    layers = [init(tree, jax.random.fold_in(key, i), dtype) for i in range(repeats)]
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *layers)
+
+
+def abstract(tree: ParamTree, dtype: str, repeats: int = 0) -> Params:
+    """`jax.ShapeDtypeStruct` leaves; with `repeats` a leading layer axis."""
+    lead = (repeats,) if repeats else ()
+    return map_tree(
+        lambda _, s: jax.ShapeDtypeStruct(lead + s.shape, jnp.dtype(s.dtype or dtype)), tree
+    )

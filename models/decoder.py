@@ -1,0 +1,234 @@
+"""The hybrid decoder as users meet it: init, forward, prefill, decode, replay (DESIGN section 6)."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetero_kv import state
+from hetero_kv.attention.call import Train
+from hetero_kv.contract import CacheSpec
+from hetero_kv.params import Params, ParamTree
+from hetero_kv.state import Cache
+from models import pieces, schedule
+from models.config import DecoderConfig
+from models.layers import layer
+from models.sampling import Sampler
+from models.stack import Group, Stack
+
+
+class Decoder:
+    """A model without its weights. All methods are pure functions of parameters and cache.
+
+    `prefill`, `decode_step`, `decode_many` and `replay` donate the cache they are given: use the
+    one they return.
+    """
+
+    def __init__(self, config: DecoderConfig):
+        if len(config.layer_types) != len(config.mlp_types) or not config.layer_types:
+            raise ValueError(
+                "layer_types and mlp_types must name the same number of layers, at least one: got "
+                f"{len(config.layer_types)} and {len(config.mlp_types)}"
+            )
+        self.config = config.replace()  # later changes to the caller's object do not reach us
+        kinds = list(zip(config.layer_types, config.mlp_types, strict=True))
+        self.runs = schedule.cut(kinds, config.scan_layers)
+        self.stack = Stack(
+            groups=tuple(
+                Group(tuple(layer(config, *kind) for kind in run.pattern), run.repeats)
+                for run in self.runs
+            ),
+            vocab=config.vocab_size,
+            d_model=config.d_model,
+            eps=config.norm_eps,
+            tied=config.tie_embeddings,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            init_scale=config.init_scale,
+            chunk=config.chunk,
+        )
+        segments = self.stack.cache_segments()
+        lcm = CacheSpec(segments, chunk=1, block=_lcm_block(segments)).strides_lcm
+        block = config.block or lcm * math.ceil(16 / lcm)
+        self.cache_spec = CacheSpec(segments, chunk=config.chunk, block=block)
+
+    # -- parameters ----------------------------------------------------------------------------
+
+    def param_specs(self) -> ParamTree:
+        """Every weight's declaration; those under `segments/<s>` repeat `runs[s].repeats` times."""
+        return self.stack.param_specs()
+
+    def init(self, key: jax.Array) -> Params:
+        """Random weights: a nested dict of arrays."""
+        return self.stack.init(key)
+
+    def abstract_params(self) -> Params:
+        """Shapes and dtypes of `init`."""
+        return self.stack.abstract_params()
+
+    # -- training ------------------------------------------------------------------------------
+
+    def forward(
+        self, params: Params, tokens: jax.Array, *, aux: bool = False, select: str = "topk"
+    ):
+        """tokens i32[B, T] → logits f32[B, T, V]; with `aux` also a dict of auxiliaries.
+
+        Differentiable, without a cache, equal to `prefill` to 1e-5. select="all" attends every
+        visible entry (dense warm-up of the indexer). Auxiliaries: "indexer_kl" f32[], "targets"
+        and "index_scores" per CSA layer.
+        """
+        if select not in ("topk", "all"):
+            raise ValueError(f"select must be 'topk' or 'all', got {select!r}")
+        logits, found = self.stack.forward(params, tokens, Train(select, aux))
+        return (logits, found) if aux else logits
+
+    # -- inference -----------------------------------------------------------------------------
+
+    def init_cache(self, batch: int, capacity: int, poison: bool = False) -> Cache:
+        """An empty cache for `batch` rows of `capacity` tokens."""
+        return state.init(self.cache_spec, batch, capacity, poison)
+
+    def abstract_cache(self, batch: int, capacity: int) -> Cache:
+        """Shapes and dtypes of `init_cache`."""
+        return state.abstract(self.cache_spec, batch, capacity)
+
+    @functools.cached_property
+    def call_sizes(self) -> tuple[int, ...]:
+        """Columns of the compiled prefill calls, ascending; the last is the chunk."""
+        return tuple(sorted({min(16, self.config.chunk), self.config.chunk}))
+
+    @functools.cached_property
+    def _call(self):
+        return jax.jit(
+            self.stack.call, static_argnames=("logits", "replay"), donate_argnames=("cache",)
+        )
+
+    @functools.cached_property
+    def _step(self):
+        return jax.jit(self.stack.step, donate_argnames=("cache",))
+
+    def prefill(
+        self,
+        params: Params,
+        tokens: jax.Array | np.ndarray,
+        cache: Cache,
+        valid: jax.Array | np.ndarray | None = None,
+        logits: str = "all",
+    ) -> tuple[jax.Array, Cache]:
+        """Runs tokens i32[R, S] after what the cache holds; any S >= 1, from any length.
+
+        Rows may advance by fewer: `valid` i32[R] (default S); padding enters no state. The work is
+        split on the absolute chunk grid into calls of `call_sizes` columns.
+
+        Returns logits f32[R, S, V] ("all"; rows beyond `valid` are 0), f32[R, V] ("last": at the
+        last token that ran, 0 for rows that did not move) or f32[R, 0] ("none"), and the new
+        cache. Raises ValueError where a row would not fit its capacity (inside a trace such a row
+        is refused: it does not move).
+        """
+        run = functools.partial(self._call, params, replay=False)
+        return pieces.drive(
+            run, tokens, valid, cache, self.cache_spec.chunk, self.call_sizes, logits
+        )
+
+    def decode_step(
+        self,
+        params: Params,
+        token: jax.Array,
+        cache: Cache,
+        active: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache]:
+        """token i32[R] → logits f32[R, V] and the cache one token on.
+
+        Rows with active = False (bool[R]) do not move. A row whose cache is full does not move
+        either, and its logits are NaN.
+        """
+        if active is None:
+            active = jnp.ones(cache.batch, bool)
+        return self._step(params, token, cache, active)
+
+    @functools.cached_property
+    def _many(self):
+        def many(params, token, cache, key, active, steps, sampler):
+            def body(carry, i):
+                token, cache = carry
+                logits, cache = self.stack.step(params, token, cache, active)
+                token = sampler(logits, jax.random.fold_in(key, i))
+                return (token, cache), token
+
+            (_, cache), tokens = jax.lax.scan(body, (token, cache), jnp.arange(steps))
+            return tokens.T, cache
+
+        return jax.jit(many, static_argnames=("steps", "sampler"), donate_argnames=("cache",))
+
+    def decode_many(
+        self,
+        params: Params,
+        token: jax.Array,
+        cache: Cache,
+        steps: int,
+        sampler: Sampler | None = None,
+        key: jax.Array | None = None,
+        active: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache]:
+        """Decodes `steps` tokens in one compiled scan, from token i32[R]: i32[R, steps]."""
+        active = jnp.ones(cache.batch, bool) if active is None else active
+        key = jax.random.key(0) if key is None else key
+        return self._many(params, token, cache, key, active, steps, sampler or Sampler())
+
+    def replay(
+        self,
+        params: Params,
+        tokens: jax.Array | np.ndarray,
+        cache: Cache,
+        start: int,
+        stop: int,
+        rows: np.ndarray | None = None,
+    ) -> Cache:
+        """Rebuilds windows and tails at `stop` by running tokens `start .. stop - 1` again.
+
+        History is read and not written: the cache must already hold the entries of `stop` tokens.
+        Exact (bitwise, in float32 on the chunk grid) iff start is 0 or at least
+        `cache_spec.replay_length` tokens before `stop`; otherwise the windows are truncated to the
+        replayed tokens, and the result is approximate and marked as not publishable.
+
+        Args:
+            tokens: i32[R, T] whole sequences from position 0, T >= stop.
+            start: a multiple of the chunk.
+            rows: bool[R], which rows to rebuild (default all).
+        """
+        spec = self.cache_spec
+        if not 0 <= start < stop or start % spec.chunk:
+            raise ValueError(
+                f"replay needs 0 <= start < stop and start on the chunk grid: got {start=}, "
+                f"{stop=}, chunk={spec.chunk}"
+            )
+        if np.shape(tokens)[1] < stop:
+            raise ValueError(f"replay to {stop} needs that many tokens, got {np.shape(tokens)[1]}")
+        rows = np.ones(cache.batch, bool) if rows is None else np.asarray(rows, bool)
+        exact = start == 0 or stop - start >= spec.replay_tokens(stop)
+        cache = cache.replace(
+            length=jnp.where(rows, start, cache.length),
+            grid_length=jnp.where(rows, start if exact else 0, cache.grid_length),
+        )
+        first = jnp.where(rows, start, 0).astype(jnp.int32)
+        valid = np.where(rows, stop - start, 0)
+        part = np.asarray(tokens)[:, start:stop]
+
+        def run(tokens, count, cache, _, logits):
+            return self._call(params, tokens, count, cache, first, logits=logits, replay=True)
+
+        _, cache = pieces.drive(run, part, valid, cache, spec.chunk, self.call_sizes, "none")
+        return cache
+
+
+def _lcm_block(segments) -> int:
+    """A block that any strides accept, to learn their lcm from the spec itself."""
+    strides = [1]
+    for segment in segments:
+        for spec in segment.layers:
+            for _, leaf in spec.leaves:
+                strides.append(getattr(leaf.contract, "stride", 0) or 1)
+                strides.append(getattr(leaf.contract, "group", 0) or 1)
+    return math.lcm(*strides)

@@ -1,0 +1,184 @@
+"""Feed-forward parts: SwiGLU, and a mixture of experts with learned or hashed routing.
+
+Routing and clamp as in DeepSeek-V4: sqrt(softplus) scores, a bias that acts on the choice only,
+normalised weights, a shared expert; the first layers choose by token id.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from hetero_kv.params import Params, ParamSpec, ParamTree
+
+UNROLL = 8  # expert calls up to which single rows are unrolled
+DENSE = 16  # tokens up to which all experts run on all tokens: each weight is read just once
+TILE = 32  # tokens of one expert in a tile of the sorted form
+
+
+def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array, limit: float) -> jax.Array:
+    """`silu(x G) * (x U)`, down; gate clipped above and up both ways at `limit` if it is > 0."""
+    both = jnp.matmul(x, gate_up)
+    gate, up = jnp.split(both, 2, axis=-1)
+    if limit:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return jnp.matmul(jax.nn.silu(gate) * up, down)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """SwiGLU of width d_ff."""
+
+    d_model: int
+    d_ff: int
+    limit: float
+
+    def params(self) -> ParamTree:
+        """gate_up: gate columns first, then up."""
+        return {
+            "gate_up": ParamSpec((self.d_model, 2 * self.d_ff)),
+            "down": ParamSpec((self.d_ff, self.d_model)),
+        }
+
+    def __call__(
+        self, params: Params, x: jax.Array, tokens: jax.Array, differentiable: bool
+    ) -> jax.Array:
+        """x [R, S, d] to [R, S, d]."""
+        return swiglu(x, params["gate_up"], params["down"], self.limit)
+
+
+@dataclasses.dataclass(frozen=True)
+class MoE:
+    """experts E of width d_ff, `picks` per token, shared experts as one of n_shared * d_ff."""
+
+    d_model: int
+    d_ff: int
+    vocab: int
+    experts: int
+    picks: int
+    n_shared: int
+    scale: float
+    limit: float
+    hashed: bool
+    router_scale: float
+
+    def __post_init__(self):
+        if not 1 <= self.picks <= self.experts:
+            raise ValueError(
+                f"experts_per_token={self.picks} must be in 1..n_experts={self.experts}"
+            )
+
+    def params(self) -> ParamTree:
+        """Router, experts [E, d, 2f] and [E, f, d], the shared expert."""
+        d, f, e = self.d_model, self.d_ff, self.experts
+        tree: dict = {
+            "router": ParamSpec((d, e), "normal", self.router_scale),
+            "gate_up": ParamSpec((e, d, 2 * f)),
+            "down": ParamSpec((e, f, d)),
+        }
+        if self.hashed:
+            tree["table"] = ParamSpec((self.vocab, self.picks), "expert_table", e, "int32")
+        else:
+            tree["bias"] = ParamSpec((e,), "zeros", dtype="float32")
+        if self.n_shared:
+            tree["shared"] = Dense(d, self.n_shared * f, self.limit).params()
+        return tree
+
+    def route(self, params: Params, x: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Experts i32[n, k] and their weights f32[n, k] for x [n, d], tokens i32[n]."""
+        logits = jnp.matmul(x, params["router"], preferred_element_type=jnp.float32)
+        scores = jnp.sqrt(jax.nn.softplus(logits))
+        if self.hashed:
+            index = params["table"][tokens]
+        else:
+            _, index = jax.lax.top_k(scores + params["bias"], self.picks)
+        weights = jnp.take_along_axis(scores, index, axis=-1)
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return index, weights * self.scale
+
+    def __call__(
+        self, params: Params, x: jax.Array, tokens: jax.Array, differentiable: bool
+    ) -> jax.Array:
+        """x [R, S, d], tokens i32[R, S] to [R, S, d]."""
+        flat, ids = x.reshape(-1, self.d_model), tokens.reshape(-1)
+        index, weights = self.route(params, flat, ids)
+        n = flat.shape[0]
+        if differentiable or (n <= DENSE and n * self.picks >= self.experts):
+            y = self._all(params, flat, index, weights)
+        elif n * self.picks <= max(UNROLL, self.experts):
+            y = self._each(params, flat, index, weights)
+        else:
+            y = self._sorted(params, flat, index, weights)
+        y = y.astype(x.dtype)
+        if self.n_shared:
+            shared = params["shared"]
+            y = y + swiglu(flat, shared["gate_up"], shared["down"], self.limit)
+        return y.reshape(x.shape)
+
+    def _expert(self, params: Params, x: jax.Array, expert: jax.Array) -> jax.Array:
+        gate_up = jax.lax.dynamic_index_in_dim(params["gate_up"], expert, 0, keepdims=False)
+        down = jax.lax.dynamic_index_in_dim(params["down"], expert, 0, keepdims=False)
+        return swiglu(x, gate_up, down, self.limit).astype(jnp.float32)
+
+    def _all(self, params: Params, x: jax.Array, index: jax.Array, weights: jax.Array) -> jax.Array:
+        """Every expert on every token."""
+        experts = jnp.arange(self.experts)
+        share = jnp.sum(jnp.where(index[..., None] == experts, weights[..., None], 0.0), axis=1)
+        each = jnp.broadcast_to(x, (self.experts, *x.shape))
+        y = swiglu(each, params["gate_up"], params["down"], self.limit).astype(jnp.float32)
+        total = share[:, 0, None] * y[0]
+        for e in range(1, self.experts):
+            total = total + share[:, e, None] * y[e]
+        return total
+
+    def _each(
+        self, params: Params, x: jax.Array, index: jax.Array, weights: jax.Array
+    ) -> jax.Array:
+        """One expert call per choice: for few tokens and many experts."""
+        n, k = index.shape
+
+        def one(i: int | jax.Array) -> jax.Array:
+            row = jax.lax.dynamic_slice_in_dim(x, i // k, 1, axis=0)
+            return weights[i // k, i % k] * self._expert(params, row, index[i // k, i % k])
+
+        if n * k <= UNROLL:
+            rows = [sum(one(t * k + j) for j in range(k)) for t in range(n)]
+            return jnp.concatenate(rows, axis=0)
+
+        def body(i: jax.Array, y: jax.Array) -> jax.Array:
+            return y.at[i // k].add(one(i)[0])
+
+        return jax.lax.fori_loop(0, n * k, body, jnp.zeros(x.shape, jnp.float32))
+
+    def _sorted(
+        self, params: Params, x: jax.Array, index: jax.Array, weights: jax.Array
+    ) -> jax.Array:
+        """Choices sorted into tiles of one expert each: work in proportion to the choices."""
+        n, k = index.shape
+        chosen = index.reshape(-1)
+        order = jnp.argsort(chosen, stable=True)
+        counts = jnp.sum(chosen[:, None] == jnp.arange(self.experts), axis=0)
+        tiles_each = -(-counts // TILE)
+        ends = jnp.cumsum(tiles_each)
+        first_row = (ends - tiles_each) * TILE  # where an expert's rows begin, padded
+        first_choice = jnp.cumsum(counts) - counts
+        sorted_expert = chosen[order]
+        rank = jnp.arange(n * k) - first_choice[sorted_expert]
+        place = jnp.zeros(n * k, jnp.int32).at[order].set(first_row[sorted_expert] + rank)
+        most = n * k // TILE + self.experts
+        source = jnp.zeros(most * TILE, jnp.int32).at[place].set(jnp.arange(n * k) // k)
+        rows = x[source]
+        owner = jnp.searchsorted(ends, jnp.arange(most), side="right")
+
+        def body(t: jax.Array, y: jax.Array) -> jax.Array:
+            part = jax.lax.dynamic_slice_in_dim(rows, t * TILE, TILE, axis=0)
+            done = self._expert(params, part, owner[t])
+            return jax.lax.dynamic_update_slice_in_dim(y, done, t * TILE, axis=0)
+
+        y = jnp.zeros((most * TILE, x.shape[1]), jnp.float32)
+        y = jax.lax.fori_loop(0, ends[-1], body, y)
+        picked = y[place.reshape(n, k)]
+        total = weights[:, 0, None] * picked[:, 0]
+        for j in range(1, k):
+            total = total + weights[:, j, None] * picked[:, j]
+        return total

@@ -1,0 +1,146 @@
+"""Splits a prefill into calls of a few fixed sizes that end on the absolute chunk grid."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetero_kv.state import Cache
+
+Run = Callable[..., tuple[jax.Array, Cache]]
+
+
+def plan(length: np.ndarray, valid: np.ndarray, chunk: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(offset into the tokens, tokens that run) of every call, i64[R] each.
+
+    A row's call ends at the next multiple of `chunk` or at its last token.
+    """
+    done, calls = np.zeros_like(valid), []
+    while (done < valid).any():
+        room = chunk - (length + done) % chunk
+        count = np.minimum(room, valid - done)
+        calls.append((done, count))
+        done = done + count
+    return calls
+
+
+def drive(
+    run: Run,
+    tokens: jax.Array | np.ndarray,
+    valid: jax.Array | np.ndarray | None,
+    cache: Cache,
+    chunk: int,
+    sizes: tuple[int, ...],
+    logits: str,
+) -> tuple[jax.Array, Cache]:
+    """Runs `run(tokens, count, cache, first, logits=…)` over all pieces; see `Decoder.prefill`."""
+    if np.ndim(tokens) != 2 or np.shape(tokens)[0] != cache.batch or np.shape(tokens)[1] < 1:
+        raise ValueError(
+            f"tokens must be i32[{cache.batch}, S] with S >= 1, got shape {np.shape(tokens)}"
+        )
+    if logits not in ("all", "last", "none"):
+        raise ValueError(f"logits must be 'all', 'last' or 'none', got {logits!r}")
+    if any(isinstance(x, jax.core.Tracer) for x in (tokens, valid, cache.length)):
+        return _traced(run, tokens, valid, cache, chunk, logits)
+    tokens = np.asarray(tokens, np.int32)
+    rows, size = tokens.shape
+    valid = np.full(rows, size) if valid is None else np.asarray(valid, np.int64)
+    length = np.asarray(cache.length).astype(np.int64)
+    if valid.shape != (rows,) or (valid < 0).any() or (valid > size).any():
+        raise ValueError(f"valid must be {rows} numbers in 0..{size}, got {valid}")
+    if (length + valid > cache.capacity).any():
+        raise ValueError(
+            f"prefill would not fit: length {length} + {valid} tokens > capacity "
+            f"{cache.capacity}; make the cache larger"
+        )
+    out = _Logits(rows, size, logits)
+    first = np.zeros(rows, np.int32)
+    for offset, count in plan(length, valid, chunk):
+        columns = next(s for s in sizes if s >= count.max())
+        index = np.minimum(offset[:, None] + np.arange(columns), size - 1)
+        part = np.take_along_axis(tokens, index, axis=1)
+        got, cache = run(part, count.astype(np.int32), cache, first, logits=logits)
+        out.add(got, offset, count)
+    return out.result(), cache
+
+
+class _Logits:
+    """Collects the logits of the calls on the device."""
+
+    def __init__(self, rows: int, size: int, kind: str):
+        self.rows, self.size, self.kind = rows, size, kind
+        self.parts: list[tuple[jax.Array, np.ndarray, np.ndarray]] = []
+        self.last: jax.Array | None = None
+
+    def add(self, got: jax.Array, offset: np.ndarray, count: np.ndarray) -> None:
+        if self.kind == "all":
+            self.parts.append((got, offset, count))
+        elif self.last is None or (count > 0).all():
+            moved = (count > 0)[:, None]
+            self.last = got if moved.all() else jnp.where(moved, got, 0.0)
+        else:
+            self.last = jnp.where((count > 0)[:, None], got, self.last)
+
+    def result(self) -> jax.Array:
+        if self.kind != "all":
+            # No call at all (valid = 0 everywhere): nothing to report.
+            return self.last if self.last is not None else jnp.zeros((self.rows, 0), jnp.float32)
+        rows = []
+        for r in range(self.rows):
+            row = [got[r, : count[r]] for got, _, count in self.parts if count[r]]
+            row = jnp.concatenate(row) if row else jnp.zeros((0, 0), jnp.float32)
+            rows.append(row)
+        width = max((row.shape[1] for row in rows), default=0)
+        rows = [row if row.shape[1] else jnp.zeros((0, width), jnp.float32) for row in rows]
+        return jnp.stack([jnp.pad(row, ((0, self.size - len(row)), (0, 0))) for row in rows])
+
+
+def _traced(
+    run: Run,
+    tokens: jax.Array,
+    valid: jax.Array | None,
+    cache: Cache,
+    chunk: int,
+    logits: str,
+) -> tuple[jax.Array, Cache]:
+    """The same split inside a trace, where lengths are unknown: as many calls as can be needed."""
+    rows, size = tokens.shape
+    tokens = jnp.asarray(tokens, jnp.int32)
+    valid = jnp.full(rows, size, jnp.int32) if valid is None else jnp.asarray(valid, jnp.int32)
+    valid = jnp.where(cache.length + valid <= cache.capacity, valid, 0)
+    first, batch = jnp.zeros(rows, jnp.int32), jnp.arange(rows)[:, None]
+    column = jnp.arange(chunk, dtype=jnp.int32)
+
+    def piece(cache: Cache, done: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The next tokens of every row, and how many of them run."""
+        count = jnp.minimum(chunk - cache.length % chunk, valid - done)
+        index = jnp.minimum(done[:, None] + column, size - 1)
+        return jnp.take_along_axis(tokens, index, axis=1), count
+
+    def body(carry: tuple, _: None) -> tuple:
+        done, cache, out = carry
+        part, count = piece(cache, done)
+        got, cache = run(part, count, cache, first, logits=logits)
+        if logits == "all":
+            place = jnp.where(column < count[:, None], done[:, None] + column, size)
+            out = out.at[batch, place].set(got, mode="drop")
+        else:
+            out = jnp.where((count > 0)[:, None], got, out)
+        return (done + count, cache, out), None
+
+    done = jnp.zeros(rows, jnp.int32)
+    shape, dtype = _shape_of(run, *piece(cache, done), cache, first, logits)
+    shape = (rows, size, shape[-1]) if logits == "all" else shape
+    most = (size - 1) // chunk + 2 if size > 1 else 1
+    (_, cache, out), _ = jax.lax.scan(
+        body, (done, cache, jnp.zeros(shape, dtype)), None, length=most
+    )
+    return out, cache
+
+
+def _shape_of(
+    run: Run, part, count, cache, first, logits: str
+) -> tuple[tuple[int, ...], jnp.dtype]:
+    got, _ = jax.eval_shape(lambda *args: run(*args, logits=logits), part, count, cache, first)
+    return got.shape, got.dtype

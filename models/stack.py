@@ -1,0 +1,235 @@
+"""The decoder as pure functions of parameters and cache: one prefill call, one step, forward."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from hetero_kv import params as params_lib
+from hetero_kv.attention import rope
+from hetero_kv.attention.call import Call, Train, View
+from hetero_kv.attention.norm import rms_norm
+from hetero_kv.contract import CacheSpec, Segment
+from hetero_kv.params import Params, ParamSpec, ParamTree
+from hetero_kv.state import Cache
+from models.layers import Layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """A pattern of layers that repeats; parameters and leaves are stacked over the repeats."""
+
+    layers: tuple[Layer, ...]
+    repeats: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Embedding, groups of layers, head. Everything static, so methods can be jitted as they are."""
+
+    groups: tuple[Group, ...]
+    vocab: int
+    d_model: int
+    eps: float
+    tied: bool
+    dtype: str
+    param_dtype: str
+    init_scale: float
+    chunk: int
+
+    # -- declarations --------------------------------------------------------------------------
+
+    def _top_params(self) -> ParamTree:
+        shape = (self.vocab, self.d_model)
+        tree: dict = {
+            "embed": ParamSpec(shape, "normal", self.init_scale),
+            "norm": ParamSpec((self.d_model,), "ones"),
+        }
+        if not self.tied:
+            tree["head"] = ParamSpec(shape[::-1])
+        hyper = self.groups[0].layers[0].hyper
+        if hyper:
+            tree["head_hc"] = hyper.head_params()
+        return tree
+
+    def param_specs(self) -> ParamTree:
+        """`embed`, `norm`, `head`, `head_hc`, and `segments/<s>/<i>` of one repeat each."""
+        segments = {
+            str(s): {str(i): layer.params() for i, layer in enumerate(group.layers)}
+            for s, group in enumerate(self.groups)
+        }
+        return {**self._top_params(), "segments": segments}
+
+    def init(self, key: jax.Array) -> Params:
+        """Initial weights; those of a segment have a leading axis of its repeats."""
+        params = params_lib.init(self._top_params(), key, self.param_dtype)
+        params["segments"] = {
+            s: params_lib.init_stacked(
+                tree,
+                jax.random.fold_in(key, 1 + int(s)),
+                self.param_dtype,
+                self.groups[int(s)].repeats,
+            )
+            for s, tree in self.param_specs()["segments"].items()
+        }
+        return params
+
+    def abstract_params(self) -> Params:
+        """As `init`, shapes and dtypes only."""
+        params = params_lib.abstract(self._top_params(), self.param_dtype)
+        params["segments"] = {
+            s: params_lib.abstract(tree, self.param_dtype, self.groups[int(s)].repeats)
+            for s, tree in self.param_specs()["segments"].items()
+        }
+        return params
+
+    def cache_segments(self) -> tuple[Segment, ...]:
+        """The cached leaves of every group."""
+        return tuple(
+            Segment(group.repeats, tuple(layer.attention.spec() for layer in group.layers))
+            for group in self.groups
+        )
+
+    # -- pieces --------------------------------------------------------------------------------
+
+    def _tables(self, positions: jax.Array) -> dict[rope.Rope, rope.Table]:
+        kinds = {layer.attention.rope for group in self.groups for layer in group.layers}
+        return {kind: rope.table(kind, positions, jnp.dtype(self.dtype)) for kind in kinds}
+
+    def _embed(self, params: Params, tokens: jax.Array) -> jax.Array:
+        x = params["embed"].astype(self.dtype)[tokens]
+        hyper = self.groups[0].layers[0].hyper
+        return hyper.expand(x) if hyper else x
+
+    def _head(self, params: Params, x: jax.Array) -> jax.Array:
+        """Hidden states [..., d] (or their streams) to logits f32[..., V]."""
+        hyper = self.groups[0].layers[0].hyper
+        if hyper:
+            x = hyper.collapse(params["head_hc"], x)
+        x = rms_norm(x, params["norm"], self.eps)
+        head = params["embed"].T if self.tied else params["head"]
+        return jnp.matmul(x, head.astype(x.dtype), preferred_element_type=jnp.float32)
+
+    # -- training ------------------------------------------------------------------------------
+
+    def forward(
+        self, params: Params, tokens: jax.Array, train: Train
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """tokens i32[B, T] to logits f32[B, T, V]; auxiliaries (see `Compressed.forward`).
+
+        "indexer_kl" is the mean over CSA layers; "targets" and "index_scores" are lists.
+        """
+        batch, length = tokens.shape
+        positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
+        zero = jnp.zeros(batch, jnp.int32)
+        call = Call(zero, zero + length, positions, self._tables(positions), zero, False)
+        x, found = self._embed(params, tokens), []
+
+        for s, group in enumerate(self.groups):
+
+            def body(x: jax.Array, weights: Params, group: Group = group):
+                extras = []
+                for i, layer in enumerate(group.layers):
+                    x, aux = layer.forward(weights[str(i)], x, tokens, call, train)
+                    extras.append(aux)
+                return x, extras
+
+            x, extras = jax.lax.scan(body, x, params["segments"][str(s)])
+            found += [aux for aux in extras if aux]
+
+        aux: dict = {}
+        if train.aux:
+            losses = [layer["indexer_kl"] for layer in found]
+            total = jnp.mean(jnp.concatenate(losses)) if losses else jnp.float32(0)
+            aux = {
+                "indexer_kl": total,
+                "targets": [layer["targets"] for layer in found],
+                "index_scores": [layer["index_scores"] for layer in found],
+            }
+        return self._head(params, x), aux
+
+    # -- inference -----------------------------------------------------------------------------
+
+    def _run(
+        self, params: Params, tokens: jax.Array, cache: Cache, call: Call, decode: bool
+    ) -> tuple[jax.Array, Cache]:
+        """All layers over tokens i32[R, S]; lengths are left to the caller."""
+        x = self._embed(params, tokens)
+        new = []
+        for s, group in enumerate(self.groups):
+            weights, leaves = params["segments"][str(s)], cache.layers[s]
+
+            def body(
+                layer_index: int | jax.Array,
+                carry: tuple,
+                weights: Params,
+                group: Group = group,
+            ) -> tuple:
+                x, leaves = carry[0], list(carry[1])
+                for i, layer in enumerate(group.layers):
+                    view = View(leaves[i], layer_index)
+                    x, view = layer.step(weights[str(i)], x, tokens, view, call, decode)
+                    leaves[i] = view.leaves
+                return x, tuple(leaves)
+
+            if group.repeats == 1:
+                x, leaves = body(0, (x, leaves), jax.tree.map(lambda w: w[0], weights))
+            else:
+
+                def scanned(carry: tuple, item: tuple, body=body) -> tuple:
+                    return body(item[0], carry, item[1]), None
+
+                index = jnp.arange(group.repeats, dtype=jnp.int32)
+                (x, leaves), _ = jax.lax.scan(scanned, (x, leaves), (index, weights))
+            new.append(leaves)
+        return x, cache.replace(layers=tuple(new))
+
+    def call(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        count: jax.Array,
+        cache: Cache,
+        first: jax.Array,
+        logits: str,
+        replay: bool,
+    ) -> tuple[jax.Array, Cache]:
+        """One prefill call: the first i32[R] `count` columns of tokens i32[R, S] run.
+
+        logits: "all" → f32[R, S, V], "last" → f32[R, V] at each row's last token that runs,
+        "none" → f32[R, 0]. first: window rows of earlier positions are absent (replay).
+        """
+        start = cache.length
+        count = jnp.where(start + count <= cache.capacity, count, 0)  # refused: nothing is written
+        positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        call = Call(start, count, positions, self._tables(positions), first, replay)
+        x, cache = self._run(params, tokens, cache, call, False)
+        whole = (cache.grid_length == start) & (start % self.chunk == 0) & (count == self.chunk)
+        cache = cache.replace(
+            length=start + count,
+            grid_length=jnp.where(whole, start + count, cache.grid_length),
+        )
+        if logits == "none":
+            return jnp.zeros((tokens.shape[0], 0), jnp.float32), cache
+        if logits == "last":
+            last = jnp.maximum(count - 1, 0).reshape((-1,) + (1,) * (x.ndim - 1))
+            x = jnp.take_along_axis(x, last, axis=1)[:, 0]
+        return self._head(params, x), cache
+
+    def step(
+        self, params: Params, token: jax.Array, cache: Cache, active: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        """One decode step: token i32[R] to logits f32[R, V].
+
+        Rows that are not `active` (bool[R]) do not move. Neither does a row whose cache is full:
+        its logits are NaN (fail closed).
+        """
+        start = cache.length
+        runs = active & (start < cache.capacity)
+        tables = self._tables(start[:, None])
+        zero = jnp.zeros_like(start)
+        call = Call(start, runs.astype(jnp.int32), start[:, None], tables, zero, False)
+        x, cache = self._run(params, token[:, None], cache, call, True)
+        logits = self._head(params, x[:, 0])
+        logits = jnp.where((runs | ~active)[:, None], logits, jnp.nan)
+        return logits, cache.replace(length=call.stop)
