@@ -136,8 +136,8 @@ def _check(
         )
     if extra:
         problems.append(
-            f"tensors that this model has no place for: {', '.join(extra)} (make config.json match, "
-            "or remove them)"
+            f"tensors that this model has no place for: {', '.join(extra)} (remove them, or make "
+            "config.json match)"
         )
     if shapes:
         problems.append(f"wrong shapes: {'; '.join(shapes)} (make config.json match)")

@@ -53,7 +53,7 @@ NO_CLAMP = 1e30  # the library clamps always; we write this for "never"
 
 
 def parse(fields: Mapping[str, Any]) -> DecoderConfig:
-    """The configuration that the fields of a `config.json` describe; ValueError where they do not."""
+    """The configuration that a `config.json` describes; ValueError for what is not understood."""
     missing = sorted(set(PLAIN) - set(fields) - {"n_shared_experts"})
     missing += [] if "num_hidden_layers" in fields else ["num_hidden_layers"]
     if missing:
@@ -185,6 +185,8 @@ def unsupported(config: DecoderConfig) -> list[str]:
         "index_topk": config.index_topk > 0 or "csa" not in config.layer_types,
         "n_shared_experts": config.n_shared_experts == 1,
         "hc_streams": config.hc_streams > 0,
+        # The library derives the number of rotated channels from a share.
+        "rope_dim": int(config.head_dim * (config.rope_dim / config.head_dim)) == config.rope_dim,
     }
     return [f"{name}={getattr(config, name)!r}" for name, fits in tests.items() if not fits]
 

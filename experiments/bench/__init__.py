@@ -1,0 +1,1 @@
+"""Times of the model: beside the library's implementation, by context, and of compilation."""

@@ -1,0 +1,77 @@
+"""Final parameters as one safetensors file beside a JSON configuration: small enough to ship."""
+
+import json
+import os
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import numpy as safetensors
+
+import models
+from experiments import train_config
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def export(
+    params: dict,
+    config: train_config.TrainConfig,
+    path: str | os.PathLike,
+    dtype: str = "float32",
+) -> int:
+    """Writes `<path>.safetensors` and `<path>.json`.
+
+    Args:
+      dtype: What floating-point parameters are stored as; `load` gives them back in the model's
+        own dtype, so half precision costs digits, not changes elsewhere.
+
+    Returns:
+      The bytes of both files.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"{dtype=} is not one of {DTYPES}")
+    weights, settings = _paths(path)
+    weights.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {}
+    for name, leaf in _flatten(params).items():
+        array = np.asarray(leaf)
+        floating = jnp.issubdtype(array.dtype, jnp.floating)
+        tensors[name] = np.ascontiguousarray(array.astype(jnp.dtype(dtype)) if floating else array)
+    safetensors.save_file(tensors, weights)
+    settings.write_text(json.dumps(train_config.to_dict(config), indent=2) + "\n")
+    return weights.stat().st_size + settings.stat().st_size
+
+
+def load(path: str | os.PathLike) -> tuple[train_config.TrainConfig, dict]:
+    """Reads what `export` wrote: (config, params).
+
+    Raises:
+      ValueError: A tensor is missing, unknown or of another shape; the message names it.
+    """
+    weights, settings = _paths(path)
+    config = train_config.from_dict(json.loads(settings.read_text()))
+    tensors = safetensors.load_file(weights)
+    expected = jax.eval_shape(models.build(config.model).init, jax.random.key(0))
+    wanted = _flatten(expected)
+    if missing := sorted(wanted.keys() - tensors.keys()):
+        raise ValueError(f"{weights}: missing tensors {missing}")
+    if extra := sorted(tensors.keys() - wanted.keys()):
+        raise ValueError(f"{weights}: unknown tensors {extra}")
+    for name, leaf in wanted.items():
+        if tensors[name].shape != leaf.shape:
+            raise ValueError(f"{weights}: {name} has {tensors[name].shape=}, not {leaf.shape=}")
+    leaves = [jnp.asarray(tensors[name], leaf.dtype) for name, leaf in wanted.items()]
+    return config, jax.tree.unflatten(jax.tree.structure(expected), leaves)
+
+
+def _paths(path: str | os.PathLike) -> tuple[pathlib.Path, pathlib.Path]:
+    stem = os.fspath(path).removesuffix(".safetensors")
+    return pathlib.Path(stem + ".safetensors"), pathlib.Path(stem + ".json")
+
+
+def _flatten(params: dict) -> dict[str, jax.Array]:
+    """Leaves by dotted path, in the order of the tree."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

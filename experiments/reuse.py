@@ -1,0 +1,145 @@
+"""The main job: the same requests with reuse off, by hash only, and validated.
+
+    python -m experiments.reuse --config=configs/reuse.py [--train] [--config.workdir=…]
+
+Writes to the work directory: config.json, run.json, results.json (a list of cells, one per scenario
+and store size; fields in `reuse_metrics.summarise`), report.md, reuse.png. Finished cells are kept
+and skipped when the same configuration is run again.
+"""
+
+import pathlib
+import sys
+
+import jax
+import rich.console
+
+import models
+from experiments import (
+    checkpoint,
+    cli,
+    config_tools,
+    progress,
+    reuse_metrics,
+    reuse_report,
+    reuse_requests,
+    run_record,
+    training,
+)
+from experiments.reuse_arms import Arm, published_bytes
+from experiments.reuse_config import MODES, ReuseConfig, Scenario
+from experiments.train_config import TrainConfig
+from hetero_kv.params import Params
+
+
+def trained_model(
+    scenario: Scenario, config: ReuseConfig
+) -> tuple[TrainConfig, models.Decoder, Params]:
+    """The scenario's model: shipped, or trained anew into the work directory."""
+    if config.train:
+        recipe = config_tools.load(scenario.train_config)
+        recipe.workdir = str(pathlib.Path(config.workdir) / "train" / scenario.name)
+        changes = dict(x.split("=", 1) for x in scenario.train_overrides.split(";") if x)
+        config_tools.override(recipe, {k: cli.literal(v) for k, v in changes.items()})
+        params = training.run(recipe).params
+    else:
+        recipe, params = checkpoint.load(scenario.checkpoint)
+    model = models.build(recipe.model.replace(chunk=scenario.chunk, block=0))
+    return recipe, model, jax.device_put(params)
+
+
+def run_cell(
+    scenario: Scenario,
+    trained: tuple[TrainConfig, models.Decoder, Params],
+    capacity: float,
+    config: ReuseConfig,
+) -> dict:
+    """One scenario under one store size: every mode serves every request, request by request."""
+    recipe, model, params = trained
+    requests = reuse_requests.draw(scenario, recipe, config.seed)
+    granularity = model.cache_spec.granularity
+    if scenario.document_tokens % granularity:
+        raise ValueError(
+            f"{scenario.name}: document_tokens={scenario.document_tokens} is not a multiple of the "
+            f"granularity {granularity}, so the ends of documents could not be resumed"
+        )
+    store_bytes = int(
+        capacity * published_bytes(model, scenario.documents, scenario.document_tokens)
+    )
+    room = len(requests[0].prompt) + scenario.answer_tokens
+    arms = {
+        mode: Arm(model, params, mode, store_bytes, config.policy, room)
+        for mode in dict.fromkeys(("off", *config.modes))
+    }
+    for arm in arms.values():  # compile outside the measured requests: a cold and a warm one
+        for request in requests[:1] * 2:
+            arm.serve(request, scenario.question_tokens, scenario.answer_tokens)
+        if arm.store is not None:
+            arm.store.clear()
+    served: dict[str, list] = {mode: [] for mode in arms}
+    title = f"{scenario.name} at {capacity:.0%}"
+    with progress.Progress(len(requests), title=title) as bar:
+        for i, request in enumerate(requests, 1):
+            for mode, arm in arms.items():
+                served[mode].append(
+                    arm.serve(request, scenario.question_tokens, scenario.answer_tokens)
+                )
+            bar.update(i)
+    counters = {mode: arm.close() for mode, arm in arms.items()}
+    size = sum(x.size for x in jax.tree.leaves(params))
+    return {
+        "scenario": scenario.name,
+        "capacity": capacity,
+        "store_bytes": store_bytes,
+        "requests": len(requests),
+        "model": f"{'+'.join(model.config.layer_types)} {size / 1e3:.0f}k parameters",
+        "granularity": granularity,
+        "modes": {
+            mode: reuse_metrics.summarise(rows, served["off"], requests)
+            for mode, rows in served.items()
+        },
+        "store_metrics": counters,
+    }
+
+
+def run(config: ReuseConfig) -> list[dict]:
+    """All cells; writes results as they come and the report at the end."""
+    unknown = set(config.modes) - set(MODES)
+    if unknown:
+        raise ValueError(f"unknown modes {sorted(unknown)}; choose from {MODES}")
+    workdir = pathlib.Path(config.workdir)
+    values = config_tools.to_dict(config)
+    run_record.write(workdir, values, seed=config.seed)
+    digest = run_record.digest(values)
+    old = run_record.read_json(workdir / "results.json") or {}
+    cells = old.get("cells", []) if old.get("config_digest") == digest else []
+    done = {(cell["scenario"], cell["capacity"]) for cell in cells}
+    for name in config.scenarios:
+        scenario = getattr(config, name, None)
+        if not isinstance(scenario, Scenario):
+            raise ValueError(f"unknown scenario {name!r}; choose from recall, text, control")
+        trained = None
+        for capacity in config.capacities:
+            if (scenario.name, capacity) in done:
+                continue
+            trained = trained or trained_model(scenario, config)
+            cells.append(run_cell(scenario, trained, capacity, config))
+            run_record.write_results(workdir, {"config_digest": digest, "cells": cells})
+    claims = reuse_report.claims(cells)
+    (workdir / "report.md").write_text(reuse_report.markdown(cells, claims))
+    reuse_report.figure(cells).savefig(workdir / "reuse.png", dpi=120)
+    return cells
+
+
+def main(config: ReuseConfig) -> None:
+    """Runs and shows the tables."""
+    cells = run(config)
+    console = rich.console.Console(width=None if sys.stdout.isatty() else 140)
+    reuse_report.show(cells, console)
+    for claim in reuse_report.claims(cells):
+        console.print(f"- {claim}", highlight=False)
+    console.print(f"\nreport: {pathlib.Path(config.workdir) / 'report.md'}")
+
+
+if __name__ == "__main__":
+    sys.argv = ["--config.train=true" if arg == "--train" else arg for arg in sys.argv]
+    cli.run(main, default="configs/reuse.py")

@@ -1,0 +1,63 @@
+"""Configuration of the main job: who asks what, under which store, in which reuse modes."""
+
+import dataclasses
+
+MODES = ("off", "hash_only", "hash_only_zeroed", "validated")
+
+
+@dataclasses.dataclass(kw_only=True)
+class Scenario:
+    """One model and the requests it serves.
+
+    A request is a document (shared, drawn by popularity) followed by a question of its own.
+    """
+
+    name: str = "recall"
+    kind: str = "recall"  # "recall": answers are known; "text": the cold run's answer is the truth
+    checkpoint: str = "experiments/checkpoints/recall_hybrid"
+    train_config: str = "configs/train_recall.py"  # what `train` runs to make the checkpoint anew
+    train_overrides: str = ""  # "path=value;path=value" on top of it
+    requests: int = 240
+    documents: int = 12
+    document_tokens: int = 96  # a multiple of the chunk, so that whole documents can be resumed
+    question_tokens: int = 16
+    answer_tokens: int = 0  # decoded greedily after the question
+    popularity: float = 0.6  # documents are drawn with probability 1 / rank ** popularity
+    chunk: int = 32
+
+
+@dataclasses.dataclass(kw_only=True)
+class ReuseConfig:
+    """All scenarios and the budgets they run under."""
+
+    recall: Scenario = dataclasses.field(default_factory=Scenario)
+    text: Scenario = dataclasses.field(
+        default_factory=lambda: Scenario(
+            name="text",
+            kind="text",
+            checkpoint="experiments/checkpoints/text_hybrid",
+            train_config="configs/train_text.py",
+            requests=100,
+            documents=10,
+            document_tokens=448,
+            question_tokens=32,
+            answer_tokens=24,
+            chunk=64,
+        )
+    )
+    control: Scenario = dataclasses.field(
+        default_factory=lambda: Scenario(
+            name="control",
+            checkpoint="experiments/checkpoints/recall_full",
+            train_overrides="model.layer_types=('full','full')",
+        )
+    )
+    scenarios: tuple[str, ...] = ("recall", "text", "control")
+    modes: tuple[str, ...] = MODES
+    # Store sizes as shares of the bytes that everything published would take in validated mode.
+    # At the first, hit rates of hash_only and validated lie within 2 points; at the second not.
+    capacities: tuple[float, ...] = (0.8, 0.3)
+    policy: str = "end"  # where checkpoints are taken, see Policy.named
+    train: bool = False  # train the checkpoints anew instead of loading the shipped ones
+    seed: int = 0
+    workdir: str = "runs/reuse"

@@ -1,0 +1,89 @@
+"""The host tier: a bounded number of bytes in main memory, handed out and taken back exactly.
+
+Objects are read by copy. Generation and checksum are compared *after* the copy (DESIGN rule 11),
+so whatever happened to a slot while it was read is noticed.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from hetero_kv.prefix.payload import Payload
+
+STALE, CORRUPT = "stale", "corrupt"
+
+
+class Ticket(NamedTuple):
+    """A slot of the tier and the generation it had when the object was put there."""
+
+    slot: int
+    generation: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetched:
+    """What a read delivered: a payload of its own, or a failure (STALE or CORRUPT, and where)."""
+
+    payload: Payload | None
+    failure: str = ""
+    component: str = ""
+
+
+class HostTier:
+    """Payloads in main memory within `capacity` bytes. Slots are recycled, generations are not."""
+
+    def __init__(self, capacity: int):
+        if capacity < 1:
+            raise ValueError(f"a tier needs capacity >= 1 byte, got {capacity}")
+        self.capacity = capacity
+        self._free = capacity
+        self._payloads: list[Payload | None] = []  # per slot
+        self._generations: list[int] = []  # per slot, bumped whenever it is recycled
+        self._vacant: list[int] = []
+
+    @property
+    def free(self) -> int:
+        """Bytes nobody owns."""
+        return self._free
+
+    def put(self, payload: Payload) -> Ticket | None:
+        """Takes over a payload that the caller will not touch again; None if it does not fit."""
+        if payload.nbytes > self._free:
+            return None
+        if not self._vacant:
+            self._payloads.append(None)
+            self._generations.append(0)
+            self._vacant.append(len(self._payloads) - 1)
+        slot = self._vacant.pop()
+        self._payloads[slot] = payload
+        self._free -= payload.nbytes
+        return Ticket(slot, self._generations[slot])
+
+    def read(self, ticket: Ticket, label: bytes) -> Fetched:
+        """Copies an object out, then checks that the copy is the group that `label` names."""
+        payload = self._payloads[ticket.slot]
+        if payload is None:
+            return Fetched(None, STALE)
+        copy = payload.copy()
+        if self._generations[ticket.slot] != ticket.generation:
+            return Fetched(None, STALE)
+        component = copy.damaged(label)
+        return Fetched(None, CORRUPT, component) if component else Fetched(copy)
+
+    def drop(self, ticket: Ticket) -> None:
+        """Gives an object's bytes back. The ticket must be current."""
+        payload = self._payloads[ticket.slot]
+        if payload is None or self._generations[ticket.slot] != ticket.generation:
+            raise ValueError(f"{ticket} is not current: dropped twice?")
+        self._payloads[ticket.slot] = None
+        self._generations[ticket.slot] += 1
+        self._vacant.append(ticket.slot)
+        self._free += payload.nbytes
+
+    def is_current(self, ticket: Ticket) -> bool:
+        """Whether the ticket's object is still there."""
+        held = self._payloads[ticket.slot] is not None
+        return held and self._generations[ticket.slot] == ticket.generation
+
+    def owned(self) -> int:
+        """Bytes of all objects, counted anew; free + owned == capacity (DESIGN rule 7)."""
+        return sum(x.nbytes for x in self._payloads if x is not None)

@@ -1,0 +1,151 @@
+"""Identity: everything that must be equal for cached bytes to mean the same (DESIGN rule 9)."""
+
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+
+import jax
+import numpy as np
+
+from hetero_kv.contract import LAYOUT_VERSION, CacheSpec
+from hetero_kv.prefix.encoding import digest, encode
+
+REGIMES = ("exact", "numeric")
+
+# What decides the last bits of a result but not its meaning: compared in the exact regime only.
+NUMERIC_FIELDS = (
+    "chunk",
+    "batch",
+    "tiles",
+    "implementation",
+    "backend",
+    "device_kind",
+    "precision",
+    "jax_version",
+)
+
+
+def weights_digest(params: object) -> str:
+    """sha256 over path, dtype, shape and bytes of every leaf of a parameter pytree, in hex."""
+    total = hashlib.sha256()
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    named = ((jax.tree_util.keystr(path), leaf) for path, leaf in leaves)
+    for path, leaf in sorted(named, key=lambda x: x[0]):
+        array = np.asarray(leaf)
+        total.update(encode((path, array.dtype.name, array.shape)))
+        # The header fixes the number of bytes that follow, so no frame is needed around them.
+        total.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return total.hexdigest()
+
+
+def config_digest(config: object) -> str:
+    """sha256 of a configuration: a dataclass, a mapping, or plain values (see `encode`)."""
+    return digest(config)
+
+
+def describe_leaves(spec: CacheSpec) -> tuple:
+    """Shape, effective dtype, alignment and contract of every leaf, as plain values."""
+    return tuple(
+        (
+            slot.path,
+            slot.repeats,
+            type(slot.leaf.contract).__name__,
+            slot.leaf.contract,
+            slot.leaf.component,
+            slot.leaf.rows,
+            slot.leaf.width,
+            np.dtype(jax.numpy.dtype(slot.leaf.dtype)).name,
+            slot.leaf.align,
+        )
+        for slot in spec.slots()
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Identity:
+    """What a prefix key vouches for besides its tokens. Change any field, change every key.
+
+    regime: "exact": bytes are reused only where they would be recomputed bit by bit, so the
+    numeric fields count; "numeric": they are shared across chunk sizes, batches, devices and
+    versions, and equal only up to rounding.
+    """
+
+    weights: str  # weights_digest
+    config: str  # config_digest
+    leaves: tuple  # describe_leaves: effective dtypes and shapes, not configured names
+    block: int  # B, tokens
+    adapter: str = ""  # digest of an adapter merged into the weights; per request: `extra`
+    layout_version: int = LAYOUT_VERSION
+    position_scheme: str = "absolute"
+    tokenizer: str = ""  # digest
+    placeholders: tuple[int, ...] = ()  # token ids that stand for media; see keys.block_keys
+    weight_epoch: int = 0  # bump on every in-place weight update
+    regime: str = "exact"
+
+    chunk: int = 0  # C, tokens per prefill call
+    batch: int = 0  # batch bucket of those calls, rows
+    tiles: tuple[tuple[str, int], ...] = ()  # per component: rows per tile
+    implementation: str = "reference"
+    backend: str = ""
+    device_kind: str = ""
+    precision: str = ""
+    jax_version: str = ""
+
+    def __post_init__(self):
+        if self.regime not in REGIMES:
+            raise ValueError(f"regime must be one of {REGIMES}, got {self.regime!r}")
+        if self.regime == "exact" and (self.chunk < 1 or self.batch < 1 or not self.backend):
+            raise ValueError(
+                "the exact regime needs chunk >= 1, batch >= 1 and a backend, got "
+                f"{self.chunk=}, {self.batch=}, {self.backend=}; use Identity.of"
+            )
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """sha256 over the fields that count in this regime (32 bytes)."""
+        fields = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
+        if self.regime == "numeric":
+            fields = {k: v for k, v in fields.items() if k not in NUMERIC_FIELDS}
+        return hashlib.sha256(encode(fields)).digest()
+
+    @classmethod
+    def of(cls, spec: CacheSpec, params: object, config: object, *, batch: int, **fields):
+        """The identity of a model as it stands: read off its leaves, weights and devices.
+
+        Args:
+            spec: the model's cache spec.
+            params: the weights in use; their bytes are hashed (about 1.5 GB/s).
+            config: the model's configuration (see `config_digest`).
+            batch: rows of the prefill calls that make publishable state.
+            **fields: adapter, tokenizer, position_scheme, placeholders, weight_epoch, regime,
+                implementation, or anything else to be set by hand.
+        """
+        device = _device(params)
+        tiles = {(x.leaf.component, x.leaf.tile) for x in spec.slots() if x.leaf.tile > 1}
+        found = dict(
+            weights=weights_digest(params),
+            config=config_digest(config),
+            leaves=describe_leaves(spec),
+            block=spec.block,
+            chunk=spec.chunk,
+            batch=batch,
+            tiles=tuple(sorted(tiles)),
+            backend=device.platform,
+            device_kind=device.device_kind,
+            precision=_precision(),
+            jax_version=f"{jax.__version__}, jaxlib {importlib.metadata.version('jaxlib')}",
+        )
+        return cls(**{**found, **fields})
+
+
+def _device(params: object) -> jax.Device:
+    for leaf in jax.tree.leaves(params):
+        if isinstance(leaf, jax.Array):
+            return min(leaf.devices(), key=lambda x: x.id)
+    return jax.devices()[0]
+
+
+def _precision() -> str:
+    matmul = jax.config.jax_default_matmul_precision
+    return f"matmul={matmul} x64={jax.config.jax_enable_x64}"

@@ -1,0 +1,42 @@
+"""What the store tells its caller about a publish or a lookup."""
+
+import dataclasses
+
+from hetero_kv.prefix.plan import Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """What a publish stored.
+
+    length: tokens the cache stood at. blocks: history groups known for them now.
+    new_blocks: of these, stored by this call. checkpoint: whether a checkpoint is stored at
+    `length` now. reasons: why something was not stored, as stable codes.
+    """
+
+    length: int = 0
+    blocks: int = 0
+    new_blocks: int = 0
+    checkpoint: bool = False
+    reasons: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Why a prompt would be resumed where it would be; `str()` is a table."""
+
+    prompt_length: int
+    plan: Plan
+    granularity: int
+    minimum_resumable: int
+    largest_boundary: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"prompt {self.prompt_length}  candidate {self.plan.candidate_length}  "
+            f"resumable {self.plan.resumable_length}  best possible {self.largest_boundary}  "
+            f"(multiples of {self.granularity}, shortest {self.minimum_resumable})",
+        ]
+        width = max((len(x) for x in self.plan.routes), default=0)
+        lines += [f"  {name:<{width}}  {route}" for name, route in self.plan.routes.items()]
+        return "\n".join(lines + [f"  {reason}" for reason in self.plan.reasons])

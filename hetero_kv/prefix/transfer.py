@@ -1,0 +1,246 @@
+"""Copies between one row of a cache on the device and group buffers on the host.
+
+Nothing aliases (DESIGN rule 15): what is read is a fresh device array that is copied once more into
+the group's own buffer, and what is written was first copied out of the store. Shapes depend on the
+number of blocks rounded up to a power of two, never on lengths or validity, so there is one
+compile per bucket.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetero_kv import state, validate
+from hetero_kv.contract import CacheSpec, Evidence, History
+from hetero_kv.prefix.payload import ArrayPayload, Section, checkpoint_layout, history_layout
+from hetero_kv.state import Cache
+
+Arrays = dict[str, jax.Array | np.ndarray]  # by LeafSlot.path
+
+
+@functools.lru_cache(maxsize=64)
+def transfer_for(spec: CacheSpec) -> "Transfer":
+    """The (shared) transfer of a spec, so that equal specs compile once."""
+    return Transfer(spec)
+
+
+def bucket(blocks: int, capacity_blocks: int) -> int:
+    """`blocks` rounded up to a power of two, at most what the cache can hold."""
+    return min(1 << max(0, blocks - 1).bit_length(), capacity_blocks)
+
+
+class Transfer:
+    """Jitted copies for the caches of one spec."""
+
+    def __init__(self, spec: CacheSpec):
+        self.spec = spec
+        self.history = [x for x in spec.slots() if isinstance(x.leaf.contract, History)]
+        self.checkpoint_layout = checkpoint_layout(spec)
+        self._history_layout = functools.lru_cache(maxsize=4096)(
+            functools.partial(history_layout, spec)
+        )
+        self._inspect = jax.jit(self._traced_inspect)
+        self._read_history = jax.jit(self._traced_read_history, static_argnames="sizes")
+        self._read_checkpoint = jax.jit(self._traced_read_checkpoint)
+        self.write = jax.jit(self._traced_write, donate_argnums=0)
+        self.overwrite = jax.jit(self._traced_overwrite, donate_argnums=0, static_argnames="zeroed")
+
+    def history_layout(self, block: int):
+        """The layout of a block's history group."""
+        return self._history_layout(block)
+
+    # -- device to host ------------------------------------------------------------------------
+
+    def inspect(self, cache: Cache, row: int) -> tuple[int, int, validate.Verdict]:
+        """Length, grid length and verdict (of a batch of one) of a row, on the host."""
+        length, grid_length, verdict = jax.device_get(self._inspect(cache, row))
+        return int(length), int(grid_length), verdict
+
+    def read_history(self, cache: Cache, row: int, first: int, stop: int) -> list[np.ndarray]:
+        """Buffers of the history groups of blocks `first .. stop - 1`."""
+        count = bucket(stop - first, self.spec.blocks_in(cache.capacity))
+        starts, sizes = [], []
+        for slot in self.history:
+            rows = slot.leaf.row_count(cache.capacity)
+            size = min(count * self.spec.block // slot.leaf.contract.stride, rows)
+            begin, _ = self.spec.entries_of_block(slot.leaf, first)
+            # dynamic_slice clamps silently: do it here, where the shift is known.
+            starts.append(min(begin, rows - size))
+            sizes.append(size)
+        arrays = self._read_history(cache, row, np.asarray(starts, np.int32), sizes=tuple(sizes))
+        arrays = jax.device_get(arrays)
+        origin = {slot.path: start for slot, start in zip(self.history, starts, strict=True)}
+        buffers = []
+        for block in range(first, stop):
+            layout = self.history_layout(block)
+            buffer = np.zeros(layout.nbytes, np.uint8)
+            for section in layout.sections:
+                path = section.slot.path
+                begin = section.first - origin[path]
+                part = arrays[path][:, begin : begin + section.shape[1]]
+                np.copyto(section.view(buffer), part)
+            buffers.append(buffer)
+        return buffers
+
+    def read_checkpoint(self, cache: Cache, row: int) -> np.ndarray:
+        """Buffer of the checkpoint group at the row's length, dead rows in canonical form."""
+        arrays = jax.device_get(self._read_checkpoint(cache, row))
+        buffer = np.zeros(self.checkpoint_layout.nbytes, np.uint8)
+        for section in self.checkpoint_layout.sections:
+            np.copyto(section.view(buffer), arrays[section.slot.path])
+        return buffer
+
+    # -- host to device ------------------------------------------------------------------------
+
+    def stage_history(
+        self, payloads: list[ArrayPayload], capacity: int, keep: frozenset[str] | None = None
+    ) -> Arrays:
+        """Leading entries of every History leaf ([repeats, rows, *width]), padded to a bucket.
+
+        keep: components to stage; None: all.
+        """
+        if not payloads:
+            return {}
+        count = bucket(len(payloads), self.spec.blocks_in(capacity))
+        staged = {}
+        for slot in self.history:
+            if keep is None or slot.leaf.component in keep:
+                rows = int(slot.leaf.contract.count(count * self.spec.block))
+                shape = (slot.repeats, rows, *slot.leaf.width)
+                staged[slot.path] = np.zeros(shape, jnp.dtype(slot.leaf.dtype))
+        for payload in payloads:
+            for section in payload.layout.sections:
+                if section.slot.path in staged:
+                    stop = section.first + section.shape[1]
+                    target = staged[section.slot.path][:, section.first : stop]
+                    np.copyto(target, section.view(payload.buffer))
+        return staged
+
+    def stage_checkpoint(self, payload: ArrayPayload | None) -> Arrays:
+        """The leaves of a checkpoint group, as views of the payload's buffer."""
+        if payload is None:
+            return {}
+        return {x.slot.path: x.view(payload.buffer) for x in payload.layout.sections}
+
+    def wrong_positions(self, payload: ArrayPayload, length: int) -> str:
+        """The first component of a checkpoint whose positions are not those of `length`, or ""."""
+        for section in payload.layout.sections:
+            if isinstance(section.slot.leaf.contract, Evidence):
+                held = section.view(payload.buffer)
+                if not np.all(validate.positions_agree(self.spec, section.slot, held, length)):
+                    return section.component
+        return ""
+
+    # -- traced ----------------------------------------------------------------------------------
+
+    def _traced_inspect(self, cache: Cache, row: jax.Array):
+        one = _row_of(cache, row)
+        return one.length[0], one.grid_length[0], validate.evidence(self.spec, one)
+
+    def _traced_read_history(
+        self, cache: Cache, row: jax.Array, starts: jax.Array, *, sizes: tuple[int, ...]
+    ) -> Arrays:
+        found = {}
+        for i, slot in enumerate(self.history):
+            leaf = cache.leaf(slot)
+            begin = (0, row, starts[i], *[0] * len(slot.leaf.width))
+            shape = (slot.repeats, 1, sizes[i], *slot.leaf.width)
+            found[slot.path] = jax.lax.dynamic_slice(leaf, begin, shape)[:, 0]
+        return found
+
+    def _traced_read_checkpoint(self, cache: Cache, row: jax.Array) -> Arrays:
+        found = {}
+        for section in self.checkpoint_layout.sections:
+            value = jax.lax.dynamic_index_in_dim(cache.leaf(section.slot), row, 1, keepdims=False)
+            found[section.slot.path] = _canonical(self.spec, section, value, cache.length[row])
+        return found
+
+    def _traced_write(
+        self, cache: Cache, row: jax.Array, length: jax.Array, history: Arrays, checkpoint: Arrays
+    ) -> Cache:
+        """The cache with row `row` standing at `length`; only the given leaves are written.
+
+        Evidence is reset first, so what is not restored (windows and tails before a replay)
+        vouches for nothing. The cache is donated.
+        """
+        cache = state.reset_row(self.spec, cache, row)
+        cache = self._traced_overwrite(cache, row, length, history)
+        changed = {}
+        for section in self.checkpoint_layout.sections:
+            if section.slot.path in checkpoint:
+                leaf = cache.leaf(section.slot)
+                value = checkpoint[section.slot.path][:, None]
+                changed[section.slot] = jax.lax.dynamic_update_slice(
+                    leaf, value, (0, row, *[0] * (leaf.ndim - 2))
+                )
+        return cache.with_leaves(changed)
+
+    def _traced_overwrite(
+        self,
+        cache: Cache,
+        row: jax.Array,
+        length: jax.Array,
+        history: Arrays,
+        *,
+        zeroed: frozenset[str] = frozenset(),
+    ) -> Cache:
+        """Writes History entries and claims `length`, whatever the other leaves hold.
+
+        zeroed: components whose leaves are cleared where `history` does not bring them. Used as
+        it is only by the hash-only baseline. The cache is donated.
+        """
+        changed = {}
+        for slot in self.spec.slots():
+            leaf, contract = cache.leaf(slot), slot.leaf.contract
+            if slot.path in history:
+                count = contract.count(length)
+                changed[slot] = _write_entries(leaf, row, history[slot.path], count)
+            elif isinstance(contract, Evidence):
+                if contract.kind == "count":
+                    count = validate.owner(self.spec, slot).leaf.contract.count(length)
+                    changed[slot] = leaf.at[:, row].set(count)
+            elif slot.leaf.component in zeroed:
+                changed[slot] = leaf.at[:, row].set(0)
+        return cache.with_leaves(changed).replace(
+            length=cache.length.at[row].set(length),
+            grid_length=cache.grid_length.at[row].set(length),
+        )
+
+
+def _row_of(cache: Cache, row: jax.Array) -> Cache:
+    """A batch of one."""
+
+    def pick(axis: int):
+        return lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis)
+
+    return Cache(
+        length=pick(0)(cache.length),
+        grid_length=pick(0)(cache.grid_length),
+        layers=jax.tree.map(pick(1), cache.layers),
+        capacity=cache.capacity,
+    )
+
+
+def _canonical(spec: CacheSpec, section: Section, value: jax.Array, length: jax.Array) -> jax.Array:
+    """[repeats, rows, *width] with dead rows 0, or -1 where they are positions."""
+    leaf = validate.owner(spec, section.slot).leaf
+    if not leaf.rows:
+        return value
+    live = leaf.live_rows(length).reshape(1, leaf.rows, *[1] * (value.ndim - 2))
+    fill = -1 if isinstance(section.slot.leaf.contract, Evidence) else 0
+    return jnp.where(live, value, jnp.asarray(fill, value.dtype))
+
+
+def _write_entries(
+    leaf: jax.Array, row: jax.Array, entries: jax.Array, count: jax.Array
+) -> jax.Array:
+    """Writes the first `count` of entries [repeats, n, *width]; the padding keeps old rows."""
+    tail = [0] * (leaf.ndim - 3)
+    shape = (leaf.shape[0], 1, entries.shape[1], *leaf.shape[3:])
+    old = jax.lax.dynamic_slice(leaf, (0, row, 0, *tail), shape)
+    keep = jnp.arange(entries.shape[1]) < count
+    keep = keep.reshape(1, 1, -1, *[1] * len(tail))
+    new = jnp.where(keep, entries[:, None], old)
+    return jax.lax.dynamic_update_slice(leaf, new, (0, row, 0, *tail))

@@ -1,0 +1,249 @@
+"""Training: it learns, it resumes bit for bit, and its files say what happened."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl.testing import absltest, parameterized
+
+import models
+from experiments import checkpoint, config_tools, metrics_writer, optimizer, tasks, training
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+RECALL = str(ROOT / "configs" / "train_recall.py")
+
+
+def tiny(workdir, **changes):
+    """The recall configuration at the smallest size that still has every part."""
+    task = tasks.Recall(
+        batch_size=4, length=32, pairs=2, gap=4, vocab=16, eval_batches=1
+    )
+    config = config_tools.load(RECALL)
+    config.task = task
+    small = {
+        "model.vocab_size": 16,
+        "model.d_model": 16,
+        "model.d_ff": 16,
+        "model.head_dim": 16,
+        "model.rope_dim": 4,
+        "model.window": 4,
+        "model.index_heads": 2,
+        "model.index_dim": 8,
+        "model.index_topk": 4,
+        "optimizer.warmup_steps": 5,
+        "steps": 24,
+        "log_every": 1,
+        "eval_every": 6,
+        "checkpoint_every": 5,
+        "workdir": str(workdir),
+    }
+    return config_tools.override(config, {**small, **changes})
+
+
+def equal(left, right) -> bool:
+    """Whether two parameter trees are bitwise the same."""
+    pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+class TemporaryTest(parameterized.TestCase):
+    def setUp(self):
+        super().setUp()
+        self.dir = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+
+    def metrics(self, name):
+        return [(self.dir / name / f"metrics.{kind}").read_bytes() for kind in ("jsonl", "csv")]
+
+
+class LearningTest(TemporaryTest):
+    @parameterized.parameters("adamw", "muon")
+    def test_the_loss_falls_on_the_smoke_setting(self, name):
+        config = tiny(
+            self.dir,
+            **{"steps": 60, "optimizer.name": name, "optimizer.learning_rate": 1e-2},
+        )
+        result = training.run(config)
+        losses = [row["loss"] for row in result.rows]
+        self.assertLen(losses, 60)
+        self.assertLess(np.mean(losses[-10:]), np.mean(losses[:10]) - 0.2)
+
+    def test_the_record_of_a_run(self):
+        config = tiny(self.dir / "run", steps=6)
+        result = training.run(config)
+        record = json.loads((self.dir / "run" / "run.json").read_text())
+        self.assertEqual(record["seed"], 0)
+        self.assertEqual(record["versions"]["jax"], jax.__version__)
+        self.assertLen(record["config_digest"], 64)
+        written = json.loads((self.dir / "run" / "results.json").read_text())
+        self.assertEqual(written, result.results)
+        self.assertEqual(written["steps"], 6)
+        self.assertEqual(written["stopped"], "steps")
+        self.assertEqual(written["chance"], 1 / 8)
+        self.assertIn("eval_accuracy", result.rows[-1])
+
+    def test_it_stops_at_the_target_and_stays_stopped(self):
+        config = tiny(self.dir, target_accuracy=1e-6)
+        first = training.run(config)
+        self.assertEqual(first.results["stopped"], "target")
+        self.assertEqual(first.results["steps"] % config.eval_every, 0)
+        again = training.run(config)
+        self.assertEqual(again.results, first.results)
+        self.assertTrue(equal(again.params, first.params))
+
+
+class ResumeTest(TemporaryTest):
+    def test_a_run_that_was_interrupted_three_times_is_bitwise_the_same(self):
+        whole = training.run(tiny(self.dir / "whole"))
+        for at in (3, 11, 20):  # before the first checkpoint, between two, just after one
+            with self.assertRaises(_Interrupted):
+                training.run(self.interrupted(at))
+        resumed = training.run(tiny(self.dir / "resumed"))
+        self.assertTrue(equal(resumed.params, whole.params))
+        self.assertEqual(self.metrics("resumed"), self.metrics("whole"))
+
+    def test_a_killed_process_is_bitwise_the_same(self):
+        steps = 40
+        whole = training.run(tiny(self.dir / "whole", steps=steps))
+        process = self.start("killed", steps)
+        rows = self.dir / "killed" / "metrics.jsonl"
+        # No handler runs at SIGKILL: whatever the loop was doing is cut off.
+        while process.poll() is None and len(metrics_writer.read(rows)) < 10:
+            time.sleep(0.02)
+        self.assertIsNone(process.poll(), "it ended before it could be killed")
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        resumed = training.run(tiny(self.dir / "killed", steps=steps))
+        self.assertTrue(equal(resumed.params, whole.params))
+        self.assertEqual(self.metrics("killed"), self.metrics("whole"))
+
+    def test_only_the_last_checkpoints_are_kept(self):
+        training.run(tiny(self.dir, steps=17, keep=2))
+        kept = sorted(int(path.name) for path in (self.dir / "checkpoints").iterdir())
+        self.assertEqual(kept, [15, 17])
+
+    def test_a_directory_of_another_run_is_refused(self):
+        training.run(tiny(self.dir, steps=3))
+        with self.assertRaisesRegex(ValueError, "other values of model.window, seed"):
+            training.run(tiny(self.dir, steps=3, seed=1, **{"model.window": 5}))
+        training.run(tiny(self.dir, steps=3, keep=5))
+
+    def interrupted(self, at):
+        config = tiny(self.dir / "resumed")
+        config.task = _Interrupting(**vars(config.task), at=at)
+        self.enter_context(_registered())
+        return config
+
+    def start(self, name, steps):
+        # A pause at every step leaves time to kill it in the middle.
+        code = (
+            "import time; from tests.experiments import train_test as t; "
+            "from experiments import tasks, training; real = tasks.Recall.batch; "
+            "tasks.Recall.batch = lambda *a: (time.sleep(0.05), real(*a))[1]; "
+            f"training.run(t.tiny({str(self.dir / name)!r}, steps={steps}))"
+        )
+        return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+
+
+class IndexerTest(TemporaryTest):
+    def test_the_phases_follow_the_schedule(self):
+        config = tiny(self.dir, **{"indexer.dense_steps": 2, "indexer.frozen_steps": 1}).indexer
+        phases = [training.phase_of(config, step).value for step in range(5)]
+        self.assertEqual(phases, ["dense", "dense", "frozen", "sparse", "sparse"])
+
+    @parameterized.parameters(
+        (training.Phase.DENSE, 1.0, True, True),
+        (training.Phase.DENSE, 0.0, True, False),
+        (training.Phase.SPARSE, 1.0, True, True),
+        (training.Phase.SPARSE, 0.0, True, False),
+        (training.Phase.FROZEN, 1.0, False, True),
+    )
+    def test_what_moves_in_a_step(self, phase, kl_weight, base, indexer):
+        config = tiny(
+            self.dir,
+            **{
+                "indexer.kl_weight": kl_weight,
+                "optimizer.weight_decay": 0.0,
+                "optimizer.warmup_steps": 0,
+            },
+        )
+        model = models.build(config.model)
+        before = training.init_state(config, model).params
+        state = training.init_state(config, model)
+        state, _ = training.make_step(config, model)(state, config.task.batch(0), phase)
+        moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), before, state.params)
+        groups = jax.tree.leaves(optimizer.labels(before))
+        for label, expected in [(optimizer.BASE, base), (optimizer.INDEXER, indexer)]:
+            found = [m for m, g in zip(jax.tree.leaves(moved), groups, strict=True) if g == label]
+            self.assertEqual(any(found), expected, label)
+
+    def test_a_run_through_all_phases(self):
+        changes = {"indexer.dense_steps": 4, "indexer.frozen_steps": 4}
+        result = training.run(tiny(self.dir, steps=12, **changes))
+        self.assertTrue(all(np.isfinite(row["indexer_kl"]) for row in result.rows))
+
+
+class ExportTest(TemporaryTest):
+    @parameterized.parameters("float32", "bfloat16", "float16")
+    def test_what_is_exported_is_loaded(self, dtype):
+        config = tiny(self.dir)
+        params = models.build(config.model).init(jax.random.key(0))
+        size = checkpoint.export(params, config, self.dir / "model", dtype)
+        self.assertEqual(size, sum(path.stat().st_size for path in self.dir.glob("model.*")))
+        loaded_config, loaded = checkpoint.load(self.dir / "model")
+        self.assertEqual(loaded_config, config)
+        rounded = jax.tree.map(lambda x: x.astype(dtype).astype(x.dtype), params)
+        self.assertTrue(equal(loaded, rounded))
+
+    def test_a_run_can_start_from_an_export(self):
+        config = tiny(self.dir / "run", init_from=str(self.dir / "model"))
+        params = models.build(config.model).init(jax.random.key(7))
+        checkpoint.export(params, config, self.dir / "model")
+        state = training.init_state(config, models.build(config.model))
+        self.assertTrue(equal(state.params, params))
+
+    def test_tensors_that_do_not_fit_are_named(self):
+        config = tiny(self.dir)
+        params = models.build(config.model).init(jax.random.key(0))
+        for change, message in [
+            ({"norm": None}, r"missing tensors \['norm'\]"),
+            ({"extra": jnp.zeros(1)}, r"unknown tensors \['extra'\]"),
+            ({"norm": jnp.zeros(3)}, "norm has"),
+        ]:
+            wrong = {k: v for k, v in {**params, **change}.items() if v is not None}
+            checkpoint.export(wrong, config, self.dir / "model")
+            with self.assertRaisesRegex(ValueError, message):
+                checkpoint.load(self.dir / "model")
+
+
+class _Interrupted(Exception):
+    """Stands for a crash in the middle of the loop."""
+
+
+class _Interrupting(tasks.Recall):
+    """Recall whose data gives out at one step."""
+
+    def __init__(self, *, at, **fields):
+        super().__init__(**fields)
+        self.at = at
+
+    def batch(self, step, seed=0):
+        if step == self.at:
+            raise _Interrupted
+        return super().batch(step, seed)
+
+
+def _registered():
+    """While it lasts, the interrupting task passes for recall."""
+    return absltest.mock.patch.object(tasks, "name_of", lambda task: "recall")
+
+
+if __name__ == "__main__":
+    absltest.main()
