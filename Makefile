@@ -51,7 +51,7 @@ bench: $(call ready,base) ## decode and prefill times, beside transformers where
 	$(PY) -m experiments.bench_model $(ARGS)
 
 format: $(call ready,test) ## format, fix what lint can fix, and rewrite BUILD from the imports
-	$(PY) -m ruff check --fix .
+	$(PY) -m ruff check --fix-only .
 	$(PY) -m ruff format .
 	$(PY) -m tests.house.build_file --write
 

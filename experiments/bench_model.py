@@ -1,4 +1,7 @@
-"""Times the model, beside transformers where it is installed: `python -m experiments.bench_model`."""
+"""Times the model, beside transformers where it is installed.
+
+python -m experiments.bench_model --config.sizes=small --config.batches=1
+"""
 
 import rich.console
 
@@ -10,6 +13,8 @@ def main(config) -> None:
     """Measures what the work directory does not hold yet, and prints the tables."""
     results = runner.run(config)
     console = rich.console.Console()
+    if not console.is_terminal:
+        console.width = 140
     for table in report.tables(results):
         console.print(table.rich())
     console.print(f"results.json and report.md are in {config.effective().workdir}", markup=False)

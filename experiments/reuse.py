@@ -43,7 +43,7 @@ def trained_model(
         params = training.run(recipe).params
     else:
         recipe, params = checkpoint.load(scenario.checkpoint)
-    model = models.build(recipe.model.replace(chunk=scenario.chunk, block=0))
+    model = models.build(recipe.model.replace(chunk=scenario.chunk, block=scenario.chunk))
     return recipe, model, jax.device_put(params)
 
 

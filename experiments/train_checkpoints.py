@@ -1,5 +1,6 @@
 """Checkpoints of a training run, by orbax: state and data position, atomic, the last few kept."""
 
+import logging
 import os
 import pathlib
 from typing import TypeVar
@@ -19,6 +20,7 @@ class TrainCheckpoints:
 
     def __init__(self, directory: str | os.PathLike, *, keep: int):
         """Opens or creates the directory, and clears what a kill may have left."""
+        logging.getLogger("absl").addFilter(_worth_showing)
         self._manager = ocp.CheckpointManager(
             pathlib.Path(directory).absolute(),
             options=ocp.CheckpointManagerOptions(
@@ -71,3 +73,8 @@ class TrainCheckpoints:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _worth_showing(record: logging.LogRecord) -> bool:
+    # orbax tells a dozen lines of every save at level INFO.
+    return record.levelno >= logging.WARNING or "/orbax/" not in record.pathname

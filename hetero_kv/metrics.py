@@ -1,9 +1,11 @@
 """Counters and gauges by Prometheus-style names."""
 
 import collections
+import functools
 from collections.abc import Mapping
 
 
+@functools.lru_cache(maxsize=4096)
 def series(name: str, **labels: str) -> str:
     """`name{label="value",…}`, labels sorted and escaped."""
     if not labels:

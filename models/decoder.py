@@ -101,9 +101,7 @@ class Decoder:
 
     @functools.cached_property
     def _call(self):
-        return jax.jit(
-            self.stack.call, static_argnames=("logits", "replay"), donate_argnames=("cache",)
-        )
+        return jax.jit(self.stack.call, static_argnames=("logits",), donate_argnames=("cache",))
 
     @functools.cached_property
     def _step(self):

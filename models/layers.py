@@ -119,9 +119,9 @@ class Layer:
     def params(self) -> ParamTree:
         """Weights of one layer."""
         tree = {
-            "attn_norm": ParamSpec((self.d_model,), "ones"),
+            "attn_norm": ParamSpec((self.d_model,), "ones", dtype="float32"),
             "attn": self.attention.params(),
-            "mlp_norm": ParamSpec((self.d_model,), "ones"),
+            "mlp_norm": ParamSpec((self.d_model,), "ones", dtype="float32"),
             "mlp": self.mlp.params(),
         }
         if self.hyper:

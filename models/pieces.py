@@ -56,7 +56,12 @@ def drive(
         )
     out = _Logits(rows, size, logits)
     first = np.zeros(rows, np.int32)
-    for offset, count in plan(length, valid, chunk):
+    calls = plan(length, valid, chunk)
+    if not calls:
+        shape, dtype = _shape_of(run, tokens[:, :1], valid.astype(np.int32), cache, first, logits)
+        shape = (rows, size, shape[-1]) if logits == "all" else shape
+        return jnp.zeros(shape, dtype), cache
+    for offset, count in calls:
         columns = next(s for s in sizes if s >= count.max())
         index = np.minimum(offset[:, None] + np.arange(columns), size - 1)
         part = np.take_along_axis(tokens, index, axis=1)
@@ -84,8 +89,7 @@ class _Logits:
 
     def result(self) -> jax.Array:
         if self.kind != "all":
-            # No call at all (valid = 0 everywhere): nothing to report.
-            return self.last if self.last is not None else jnp.zeros((self.rows, 0), jnp.float32)
+            return self.last
         rows = []
         for r in range(self.rows):
             row = [got[r, : count[r]] for got, _, count in self.parts if count[r]]

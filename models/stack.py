@@ -43,7 +43,7 @@ class Stack:
         shape = (self.vocab, self.d_model)
         tree: dict = {
             "embed": ParamSpec(shape, "normal", self.init_scale),
-            "norm": ParamSpec((self.d_model,), "ones"),
+            "norm": ParamSpec((self.d_model,), "ones", dtype="float32"),
         }
         if not self.tied:
             tree["head"] = ParamSpec(shape[::-1])
@@ -192,7 +192,7 @@ class Stack:
         cache: Cache,
         first: jax.Array,
         logits: str,
-        replay: bool,
+        replay: bool | jax.Array,
     ) -> tuple[jax.Array, Cache]:
         """One prefill call: the first i32[R] `count` columns of tokens i32[R, S] run.
 

@@ -4,6 +4,7 @@ import dataclasses
 
 from models import config as model_config
 
+SIZES = ("small", "medium", "large")
 PARTS = ("model", "growth", "compile")
 LAYOUTS = ("stacked", "unstacked")  # DecoderConfig.scan_layers on or off
 PROGRAMS = ("decode_step", "prefill")
@@ -22,7 +23,7 @@ class SizeConfig:
 
 
 def hybrid(layers: int, **fields: object) -> model_config.DecoderConfig:
-    """A V4-like decoder: one sliding layer, then sparse and heavy in turns; the first one hashes."""
+    """A V4-like decoder: a sliding layer, then sparse and heavy ones in turns."""
     kinds = ("swa", *("csa", "hca") * layers)
     return model_config.DecoderConfig(
         layer_types=kinds[:layers],
@@ -173,10 +174,10 @@ class CompileConfig:
 
 @dataclasses.dataclass(kw_only=True)
 class BenchConfig:
-    """One benchmark run: a cell per size, batch and context, per layer kind, per compiled program."""
+    """One run: a cell per size, batch and context, per layer kind, and per compiled program."""
 
     parts: tuple[str, ...] = PARTS
-    sizes: tuple[str, ...] = ("small", "medium", "large")
+    sizes: tuple[str, ...] = SIZES
     small: SizeConfig = dataclasses.field(default_factory=small)
     medium: SizeConfig = dataclasses.field(default_factory=medium)
     large: SizeConfig = dataclasses.field(default_factory=large)
@@ -204,11 +205,11 @@ class BenchConfig:
         """Raises ValueError where a field makes no sense."""
         named = {
             "parts": (self.parts, PARTS),
-            "sizes": (self.sizes, ("small", "medium", "large")),
+            "sizes": (self.sizes, SIZES),
             "growth.kinds": (self.growth.kinds, model_config.ATTENTION_KINDS),
             "compile.programs": (self.compile.programs, PROGRAMS),
             "compile.layouts": (self.compile.layouts, LAYOUTS),
-            **{f"{name}.layouts": (self.size(name).layouts, LAYOUTS) for name in self.sizes},
+            **{f"{name}.layouts": (self.size(name).layouts, LAYOUTS) for name in SIZES},
         }
         for name, (given, known) in named.items():
             if not given or set(given) - set(known):
@@ -229,9 +230,7 @@ class BenchConfig:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.hf and not (self.hf_experts and self.hf_calls):
-            raise ValueError(
-                "hf_experts and hf_calls name what to try; --noconfig.hf leaves it out"
-            )
+            raise ValueError("hf_experts and hf_calls name what to try; hf=False leaves HF out")
         if not self.workdir:
             raise ValueError("workdir is empty: results.json and report.md are written there")
 

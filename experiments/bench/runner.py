@@ -37,8 +37,8 @@ FIELDS = {
     "self_difference: largest |logit difference| between its ways to prefill",
     "growth.points": "ms of a step per layer, by context and capacity of the cache; growth: "
     "scanned_ms over that of the first point",
-    "compile": "trace_s, lower_s, compile_s and their sum total_s, in a process of its own without "
-    "a compilation cache",
+    "compile": "trace_s, lower_s, compile_s, their sum total_s, and processor_s of all cores, in a "
+    "process of its own without a compilation cache",
 }
 
 

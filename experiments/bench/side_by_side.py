@@ -1,4 +1,4 @@
-"""One size at one batch and context: this project's decoder and HF's on the same weights, in turns."""
+"""One size at one batch and context: this decoder and HF's on the same weights, in turns."""
 
 import pathlib
 import time
@@ -164,7 +164,7 @@ def _compare(
     scanned = every[leader].scan(first, config.check_steps)
     found = {
         "logit_size": float(np.abs(logits[leader]).max()),
-        "scan_agrees": bool((scanned.T == fed[1:]).all()),
+        "scan_agrees": np.array_equal(scanned.T, fed[1:]),
     }
     if HF in every:
         theirs = np.stack(logits[HF])
@@ -186,10 +186,8 @@ def _tune_prefill(
     """Leaves HF with the fastest of its ways to prefill; each is tried once."""
     batch, context = tokens.shape
     sizes = [size for size in config.hf_calls if size < context]
-    scores = model.n_heads + model.index_heads
-    fits = [
-        s for s in sizes if batch * (s or context) * context * scores * 4e-9 < config.hf_gigabytes
-    ]
+    column = 4e-9 * batch * context * (model.n_heads + model.index_heads)  # gigabytes of scores
+    fits = [size for size in sizes if column * (size or context) < config.hf_gigabytes]
     ways = [(size, experts) for size in fits or [max(sizes)] for experts in config.hf_experts]
     seconds, logits = {}, []
     reference.reset(batch, context)

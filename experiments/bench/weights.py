@@ -23,12 +23,12 @@ def save_random(config: DecoderConfig, directory: str | pathlib.Path, seed: int)
     equal outputs would say nothing about it.
     """
     model = models.build(config)
-    key = jax.random.key(seed)
-    leaves, structure = jax.tree.flatten(model.init(key))
+    rng = np.random.default_rng(seed)
+    leaves, structure = jax.tree.flatten(model.init(jax.random.key(seed)))
     for i, leaf in enumerate(leaves):
-        if jnp.issubdtype(leaf.dtype, jnp.floating) and bool((leaf == leaf.ravel()[0]).all()):
-            noise = jax.random.normal(jax.random.fold_in(key, i), leaf.shape, leaf.dtype)
-            leaves[i] = leaf + NOISE * noise
+        value = np.asarray(leaf)
+        if np.issubdtype(value.dtype, np.floating) and (value == value.flat[0]).all():
+            leaves[i] = value + _normal(rng, value.shape, value.dtype, NOISE)
     hf.save_pretrained(model, structure.unflatten(leaves), directory)
 
 
@@ -51,8 +51,8 @@ def filled_cache(model: models.Decoder, batch: int, length: int, capacity: int, 
     It costs no prefill, and no tokens lead to it: for timing only.
     """
     spec, cache = model.cache_spec, model.init_cache(batch, capacity)
-    key, filled = jax.random.key(seed), {}
-    for i, slot in enumerate(spec.slots()):
+    rng, filled = np.random.default_rng(seed), {}
+    for slot in spec.slots():
         shape, dtype = cache.leaf(slot).shape, cache.leaf(slot).dtype
         declared = slot.leaf.contract
         if isinstance(declared, contract.Evidence):
@@ -63,5 +63,11 @@ def filled_cache(model: models.Decoder, batch: int, length: int, capacity: int, 
                 value = np.full(shape, int(of.contract.count(length)))
             filled[slot] = jnp.array(value, dtype)
         elif jnp.issubdtype(dtype, jnp.floating):
-            filled[slot] = jax.random.normal(jax.random.fold_in(key, i), shape, dtype)
+            filled[slot] = jnp.array(_normal(rng, shape, dtype))
     return cache.with_leaves(filled).replace(length=jnp.full(batch, length, jnp.int32))
+
+
+def _normal(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype, scale: float = 1.0
+) -> np.ndarray:
+    return (scale * rng.standard_normal(shape, np.float32)).astype(dtype)

@@ -22,7 +22,8 @@ class Call(NamedTuple):
     positions: jax.Array  # i32[R, S]
     tables: dict[Rope, Table]  # rotation tables at `positions`, [R, S, dim]
     first: jax.Array  # i32[R], window rows before this position are absent (replay), else 0
-    replay: bool  # static: read History, write Window and Point leaves only
+    replay: bool | jax.Array  # bool[]: read History, write Window and Point leaves only. Traced
+    # in prefill, so that a replay runs the very program that prefill runs, and has its bits.
 
     @property
     def stop(self) -> jax.Array:

@@ -235,7 +235,7 @@ class Compressed:
             params["compressor"], self.indexer.compressor, keys, "index_tail", x, view, call
         )
         q, weights = self.indexer.queries(params, x, latent, call.tables[self.rope])
-        visible = keys.visible(call.positions[:, 0])
+        visible = keys.visible(call.stop - 1)  # of a row that does not run: what is written
         index, live = self.indexer.select_one(
             q, weights, view.leaves[keys.name], view.layer, visible, keys.tile
         )

@@ -52,8 +52,8 @@ class Compressor:
         return {
             "kv": ParamSpec((self.d_model, self.series)),
             "gate": ParamSpec((self.d_model, self.series)),
-            "position_bias": ParamSpec((self.ratio, self.series), "zeros"),
-            "norm": ParamSpec((self.width,), "ones"),
+            "position_bias": ParamSpec((self.ratio, self.series), "zeros", dtype="float32"),
+            "norm": ParamSpec((self.width,), "ones", dtype="float32"),
         }
 
     def leaves(self, prefix: str = "") -> dict[str, Leaf]:

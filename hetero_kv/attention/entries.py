@@ -46,8 +46,7 @@ class EntryPool:
         self, view: View, call: Call, start: jax.Array, entries: jax.Array, count: jax.Array
     ) -> View:
         """Writes i32[R] `count` of entries [R, n, width] from entry `start` on; not in a replay."""
-        if call.replay:
-            return view
+        count = jnp.where(call.replay, 0, count)
         counter = f"{self.name}_count"
         return view.update(
             **{

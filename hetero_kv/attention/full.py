@@ -42,8 +42,13 @@ class Full:
             "o": ParamSpec((wide, self.d_model)),
         }
         if self.qk_norm:
-            tree |= {name: ParamSpec((self.dim,), "ones") for name in ("q_norm", "k_norm")}
-        return tree | ({"sinks": ParamSpec((self.heads,), "zeros")} if self.sinks else {})
+            tree |= {
+                name: ParamSpec((self.dim,), "ones", dtype="float32")
+                for name in ("q_norm", "k_norm")
+            }
+        return tree | (
+            {"sinks": ParamSpec((self.heads,), "zeros", dtype="float32")} if self.sinks else {}
+        )
 
     def spec(self) -> LayerSpec:
         """One row per token."""

@@ -65,20 +65,20 @@ class LatentHeads:
         tree: dict = {}
         if self.q_lora_rank:
             tree["q_a"] = ParamSpec((self.d_model, self.q_lora_rank))
-            tree["q_a_norm"] = ParamSpec((self.q_lora_rank,), "ones")
+            tree["q_a_norm"] = ParamSpec((self.q_lora_rank,), "ones", dtype="float32")
             tree["q_b"] = ParamSpec((self.q_lora_rank, wide))
         else:
             tree["q"] = ParamSpec((self.d_model, wide))
         if self.own_rows:
             tree["kv"] = ParamSpec((self.d_model, self.dim))
-            tree["kv_norm"] = ParamSpec((self.dim,), "ones")
+            tree["kv_norm"] = ParamSpec((self.dim,), "ones", dtype="float32")
         if self.o_groups:
             tree["o_a"] = ParamSpec((self.o_groups, wide // self.o_groups, self.o_lora_rank))
             tree["o_b"] = ParamSpec((self.o_groups * self.o_lora_rank, self.d_model))
         else:
             tree["o"] = ParamSpec((wide, self.d_model))
         if self.sinks:
-            tree["sinks"] = ParamSpec((self.heads,), "zeros")
+            tree["sinks"] = ParamSpec((self.heads,), "zeros", dtype="float32")
         return tree
 
     def project(self, params: Params, x: jax.Array, turn: Table) -> Heads:

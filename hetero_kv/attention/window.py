@@ -77,9 +77,12 @@ class WindowBranch:
         )
 
     def rows(self, view: View, call: Call) -> tuple[jax.Array, jax.Array]:
-        """Rows [R, W, c] visible to one query at `start` (ring order), and which are: [R, W]."""
+        """Rows [R, W, c] visible to one query at `start` (ring order), and which are: [R, W].
+
+        A row that does not run has not written its own position, which is then not visible.
+        """
         held = ring.held_positions(self.width, call.start + 1)
-        live = held >= call.first[:, None]
+        live = (held >= call.first[:, None]) & (held < call.stop[:, None])
         return attend.clean(ring.read(view.leaves["window"], view.layer), live), live
 
     def forward(

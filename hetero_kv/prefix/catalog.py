@@ -242,10 +242,8 @@ class Catalog:
     def _evictable(self, group: Group) -> bool:
         if group.pins or not group.nbytes:
             return False
-        if group.kind == CHECKPOINT:
-            return True
-        above = group.node.checkpoint
-        return group.node.is_leaf and (above is None or not above.pins)
+        # Whoever pins a checkpoint pins the history under it as well.
+        return group.kind == CHECKPOINT or group.node.is_leaf
 
     def _evict(self, group: Group) -> None:
         self._counters.add("evicted_groups_total", kind=group.kind)

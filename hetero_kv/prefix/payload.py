@@ -6,6 +6,7 @@ sections of a component side by side, a checksum per component.
 """
 
 import dataclasses
+import math
 from typing import Protocol, Self
 
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ class Section:
     @property
     def nbytes(self) -> int:
         """Bytes of the section, without padding."""
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, buffer: np.ndarray) -> np.ndarray:
         """The section of a group's buffer as an array (a view)."""

@@ -48,39 +48,39 @@ BASE = DecoderConfig(
     init_scale=1.0,
     chunk=CHUNK,
 )
-V4 = dict(
-    layer_types=("swa", "csa", "hca", "csa"),
-    mlp_types=("hash_moe", "moe", "moe", "moe"),
-    q_lora_rank=10,
-    o_groups=2,
-    o_lora_rank=6,
-    swiglu_limit=1.0,
-    hc_streams=4,
-    yarn_factor=4.0,
-    yarn_original_max=32,
-    yarn_beta_fast=2.0,
-    yarn_beta_slow=0.25,
-)
 # Every switch is on in one of these and off in another.
 CHANGES: Mapping[str, dict] = {
-    "v4": V4,
-    "scanned": V4
-    | dict(
-        layer_types=("swa", "hca", "csa", "hca", "csa"),
-        mlp_types=("hash_moe", "moe", "moe", "moe", "moe"),
+    "v4": dict(
+        layer_types=("swa", "csa", "hca"),
+        mlp_types=("hash_moe", "moe", "moe"),
+        q_lora_rank=10,
+        o_groups=2,
+        o_lora_rank=6,
+        swiglu_limit=1.0,
+        hc_streams=4,
+        yarn_factor=4.0,
+        yarn_original_max=32,
+        yarn_beta_fast=2.0,
+        yarn_beta_slow=0.25,
+    ),
+    "scanned": dict(  # one body of two layers, run twice
+        layer_types=("csa", "hca", "csa", "hca"),
+        mlp_types=("moe", "dense", "moe", "dense"),
         hc_streams=2,
         n_shared_experts=2,
-        yarn_factor=0.0,
     ),
     "full_mixed": dict(
-        layer_types=("full", "csa", "hca", "full"),
-        mlp_types=("dense", "moe", "dense", "dense"),
+        layer_types=("full", "csa", "hca"),
+        mlp_types=("dense", "moe", "dense"),
         csa_ratio=3,
         hca_ratio=7,
         window=3,
         hc_streams=1,
+        scan_layers=False,
     ),
     "no_overlap": dict(
+        layer_types=("csa", "hca"),
+        mlp_types=("dense", "dense"),
         csa_ratio=2,
         hca_ratio=5,
         index_topk=2,
@@ -98,7 +98,13 @@ CHANGES: Mapping[str, dict] = {
         o_lora_rank=5,
     ),
     "nothing_to_see": dict(  # the first tokens see no key at all, not even a sink
-        layer_types=("hca", "csa"), mlp_types=("dense",) * 2, window=0, sinks=False, rope_dim=0
+        layer_types=("hca", "csa"),
+        mlp_types=("dense", "dense"),
+        window=0,
+        sinks=False,
+        rope_dim=0,
+        indexer=False,
+        swiglu_limit=0.5,
     ),
     "all_entries": dict(
         layer_types=("csa", "swa"),
@@ -107,19 +113,8 @@ CHANGES: Mapping[str, dict] = {
         window=8,
         experts_per_token=1,
     ),
-    "no_indexer": dict(
-        layer_types=("csa", "hca"),
-        mlp_types=("dense",) * 2,
-        indexer=False,
-        sinks=False,
-        hc_streams=2,
-        swiglu_limit=0.5,
-    ),
     "full": dict(
-        layer_types=("full", "full"), mlp_types=("dense",) * 2, qk_norm=False, n_kv_heads=1
-    ),
-    "unscanned": dict(
-        layer_types=("csa", "csa"), mlp_types=("moe", "moe"), scan_layers=False, window=2
+        layer_types=("full", "full"), mlp_types=("dense", "dense"), qk_norm=False, n_kv_heads=1
     ),
 }
 
