@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from hetero_kv.attention import ring
 from hetero_kv.attention.norm import rms_norm
 from hetero_kv.attention.rope import Rope, rotate, table
+from hetero_kv.attention.when import when
 from hetero_kv.contract import Evidence, Leaf, Point
 from hetero_kv.params import Params, ParamSpec, ParamTree
 
@@ -123,8 +124,8 @@ class Compressor:
         most = (ratio - 1 + size) // ratio
         held = jnp.concatenate([ring.ordered(tail, start), raw], axis=1)
         held = jnp.pad(held, ((0, 0), (0, max(most * ratio - size, 0)), (0, 0)))
-        # Row 0 of `held` is position start - keep - ratio; the first group begins keep tokens before
-        # the open group, so the slice below always starts 1 .. ratio rows in.
+        # Row 0 of `held` is position start - keep - ratio; the first group begins `keep` tokens
+        # before the open group, so the slice below always starts 1 .. ratio rows in.
         offset = ratio - start % ratio
         cut = jax.vmap(
             lambda row, at: jax.lax.dynamic_slice_in_dim(row, at, self.keep + most * ratio)
@@ -155,7 +156,7 @@ class Compressor:
             return self.entry(params, self.pool(current, previous, index), index)
 
         nothing = jnp.zeros((tail.shape[0], self.width), self.dtype)
-        return jax.lax.cond(jnp.any(closes), work, lambda: nothing)
+        return when(jnp.any(closes), work, nothing)
 
 
 def _sum_rows(x: jax.Array) -> jax.Array:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from hetero_kv.attention import pool, selection
 from hetero_kv.attention.compressor import Compressor
 from hetero_kv.attention.rope import Rope, Table, rotate
+from hetero_kv.attention.when import when
 from hetero_kv.params import Params, ParamSpec, ParamTree
 
 
@@ -83,13 +84,14 @@ class Indexer:
 
         empty = jnp.zeros((*q.shape[:2], keys.shape[2]), jnp.uint32)
         order = jax.lax.fori_loop(0, tiles, body, empty)
-        low, cut = jax.lax.cond(
+        everything = (
+            jnp.zeros(visible.shape, jnp.uint32),
+            jnp.full(visible.shape, keys.shape[2], jnp.int32),
+        )
+        low, cut = when(
             jnp.max(visible) > self.topk,
             lambda: selection.thresholds(order, self.topk, tiles, size),
-            lambda: (
-                jnp.zeros(visible.shape, jnp.uint32),
-                jnp.full(visible.shape, keys.shape[2], jnp.int32),
-            ),
+            everything,
         )
         return order, low, cut
 

@@ -7,6 +7,8 @@ exactly by bisection; 0 means "not visible" and is never selected.
 import jax
 import jax.numpy as jnp
 
+from hetero_kv.attention.when import when
+
 HIDDEN = 0  # key of an invisible entry; every finite score maps above it
 
 
@@ -57,10 +59,10 @@ def thresholds(keys: jax.Array, k: int, tiles: jax.Array, size: int) -> tuple[ja
 
     bits = keys.shape[2].bit_length()
     everything = jnp.full(low.shape, keys.shape[2], jnp.int32)
-    cut = jax.lax.cond(
+    cut = when(
         jnp.any((equal > spare) & (low != HIDDEN)),
         lambda: jax.lax.fori_loop(0, bits, lower_cut, jnp.zeros(low.shape, jnp.int32)),
-        lambda: everything,
+        everything,
     )
     return low, cut
 

@@ -47,7 +47,7 @@ class Catalog:
             points = self.policy.checkpoints.points(
                 prompt_length, self.geometry, plan.candidate_length
             )
-            lease = Lease(self, keys, prompt_length, plan, history, checkpoint, points)
+            lease = Lease(self._close, keys, prompt_length, plan, history, checkpoint, points)
             self._pin(lease)
             self.leases += 1
             return lease
@@ -59,12 +59,6 @@ class Catalog:
             plan, history, checkpoint = self._plan(lease.keys, lease.prompt_length, planner)
             lease.renew(plan, history, checkpoint)
             self._pin(lease)
-
-    def unpin(self, lease: Lease) -> None:
-        """Called by `Lease.release`."""
-        with self._lock:
-            self._unpin(lease)
-            self.leases -= 1
 
     # -- publish -----------------------------------------------------------------------------
 
@@ -192,6 +186,11 @@ class Catalog:
         history = [x.history for x in nodes[:blocks]]
         stored = any(plan.routes[x] == HOST for x in self.geometry.checkpoint)
         return plan, history, nodes[blocks - 1].checkpoint if stored else None
+
+    def _close(self, lease: Lease) -> None:
+        with self._lock:
+            self._unpin(lease)
+            self.leases -= 1
 
     def _pin(self, lease: Lease) -> None:
         for group in reversed(lease.groups()):

@@ -1,13 +1,11 @@
 """Leases: what a lookup promised, pinned until released."""
 
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable
+from typing import Self
 
 from hetero_kv.prefix.index import Group
 from hetero_kv.prefix.keys import Keys
 from hetero_kv.prefix.plan import Plan, Reason
-
-if TYPE_CHECKING:
-    from hetero_kv.prefix.catalog import Catalog
 
 
 class Lease:
@@ -20,7 +18,7 @@ class Lease:
 
     def __init__(
         self,
-        catalog: "Catalog",
+        unpin: Callable[["Lease"], None],
         keys: Keys,
         prompt_length: int,
         plan: Plan,
@@ -32,7 +30,7 @@ class Lease:
         self.prompt_length = prompt_length
         self._points = points
         self.released = False
-        self._catalog = catalog
+        self._unpin = unpin
         self.renew(plan, history, checkpoint)
 
     @property
@@ -79,7 +77,7 @@ class Lease:
         """Unpins everything. May be called again."""
         if not self.released:
             self.released = True
-            self._catalog.unpin(self)
+            self._unpin(self)
 
     def __enter__(self) -> Self:
         return self

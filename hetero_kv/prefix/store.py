@@ -215,6 +215,8 @@ class PrefixStore:
         self._check_open()
         found = self.catalog.problems()
         for group in self.catalog.groups():
+            if group.node.group(group.kind) is not group:
+                continue  # went with a damaged one before it
             fetched = self.catalog.tier.read(group.ticket, group.label)
             if fetched.payload is None:
                 at = group.node.depth * self.spec.block

@@ -22,7 +22,7 @@ STOP = 48
 def cold(name: str, stop: int) -> Cache:
     """The state of `stop` tokens from one prefill. Copy it before it is used."""
     made, params = tiny.model(name)
-    return made.prefill(params, tiny.tokens()[:, :stop], tiny.empty(made), logits="none")[1]
+    return made.prefill(params, tiny.tokens()[:, :stop], tiny.empty(made))[1]
 
 
 def without_checkpoint(made: Decoder, cache: Cache) -> Cache:

@@ -56,6 +56,7 @@ CHANGES: Mapping[str, dict] = {
         q_lora_rank=10,
         o_groups=2,
         o_lora_rank=6,
+        window=7,
         swiglu_limit=1.0,
         hc_streams=4,
         yarn_factor=4.0,

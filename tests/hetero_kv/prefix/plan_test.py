@@ -146,6 +146,11 @@ def test_replay_only_where_it_runs_fewer_tokens():
     assert (far.resumable_length, far.replay) == (96, (72, 96))
     near = plan(GEOMETRY, 100, Presence(history, frozenset({80})), replay=True)
     assert (near.resumable_length, near.replay) == (80, None)
+    even = plan(GEOMETRY, 100, Presence(history, frozenset({64})), replay=True)
+    assert even.replay == (72, 96)
+    tie = Geometry(8, 16, 32, ("entries",), ("windows",))
+    found = plan(tie, 100, Presence(history, frozenset({64})), replay=True)
+    assert (found.resumable_length, found.replay) == (64, None)  # a prefill of 32 does the same
     short = plan(GEOMETRY, 25, Presence((True,) * 3), replay=True)  # 16 tokens, replay runs 24
     assert (short.resumable_length, short.replay) == (0, None)
     assert short.reasons[-1].code == "replay_not_shorter"

@@ -1,0 +1,165 @@
+"""Tenants, odd requests, replay, metrics and upkeep of the store."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from hetero_kv import validate
+from hetero_kv.prefix.store import PrefixStore
+from tests.hetero_kv import synthetic
+from tests.hetero_kv.prefix.stores import (
+    PLENTY,
+    SPEC,
+    healthy,
+    identity,
+    make,
+    prompt,
+    serve,
+    sizes,
+)
+
+
+def test_tenants_never_see_each_other():
+    store, cache, tokens = make(), synthetic.empty(SPEC), prompt(1)
+    cache, _ = serve(store, cache, 0, tokens, tenant="a")
+    for other in ("b", "", "A", "a\0"):
+        with store.lookup(tokens, tenant=other) as lease:
+            assert lease.candidate_length == lease.resumable_length == 0
+            assert [x.code for x in lease.reasons] == ["no_match"]
+    cache, length = serve(store, cache, 0, tokens, tenant="a")  # the positive control
+    assert length == 48
+    cache, length = serve(store, cache, 1, tokens, tenant="b")
+    assert length == 0
+
+
+def test_adapters_and_media_never_mix():
+    store, cache, tokens = make(), synthetic.empty(SPEC), prompt(1)
+    a = {"adapter": "a" * 64}
+    cache, _ = serve(store, cache, 0, tokens, extra=a)
+    for other in ({}, {"adapter": "b" * 64}, {**a, "media": [(0, 4, "c" * 64)]}):
+        assert store.explain(tokens, extra=other).plan.candidate_length == 0
+    _, length = serve(store, cache, 0, tokens, extra=a)
+    assert length == 48
+
+
+def test_what_is_not_cacheable_runs_cold_and_says_why():
+    store, cache, tokens = make(), synthetic.empty(SPEC), prompt(1)
+    extra = {"lora": "x"}
+    cache, length = serve(store, cache, 0, tokens, extra=extra)
+    cache, length = serve(store, cache, 0, tokens, extra=extra)
+    assert length == 0
+    assert store.publish(tokens, cache, extra=extra).reasons == ("not_cacheable",)
+    with store.lookup(tokens, extra=extra) as lease:
+        assert [x.code for x in lease.reasons] == ["not_cacheable"]
+        assert "lora" in str(lease.reasons[0])
+    with store.lookup([[1], [2, 3]]) as lease:
+        assert lease.resumable_length == 0
+    assert not store.catalog.groups()
+
+
+def test_a_store_of_other_weights_matches_nothing():
+    spec, tokens = SPEC, prompt(1)
+    one = identity()
+    other = dataclasses.replace(one, weights="0" * 64)
+    assert one.digest != other.digest
+    store = make()
+    serve(store, synthetic.empty(SPEC), 0, tokens)
+    store.identity = other  # an in-place weight update
+    assert store.explain(tokens).plan.candidate_length == 0
+    store.identity = one
+    assert store.explain(tokens).plan.resumable_length == spec.largest_boundary(60)
+
+
+def test_colliding_keys_are_misses():
+    # With 4 bits nearly every key collides; contents and parents are compared, so it is harmless.
+    store = make(digest=lambda message: bytes([sum(message) % 16]))
+    cache = synthetic.empty(SPEC)
+    hits = 0
+    for seed in (1, 2, 3, 1, 2, 3, 1):
+        cache, length = serve(store, cache, 0, prompt(seed))
+        hits += length > 0
+    assert store.metrics()['publish_cut_total{reason="collision"}'] > 0
+    assert hits  # whoever came first is served
+
+
+def test_replay_plan():
+    spec = synthetic.only(synthetic.COMPRESSED, chunk=8, block=8)
+    assert spec.replay_length == 8
+    store, cache, tokens = make(spec, policy="zero"), synthetic.empty(spec), prompt(1)
+    cache = synthetic.advance(spec, cache, 0, tokens, 56)
+    found = store.publish(tokens, cache)
+    assert (found.blocks, found.checkpoint) == (7, False)
+    cache = synthetic.advance(spec, synthetic.empty(spec), 0, prompt(2), 60)
+    with store.lookup(tokens) as lease:
+        assert (lease.resumable_length, lease.replay) == (56, (48, 56))
+        assert lease.routes["windows"] == lease.routes["tails"] == "replay"
+        assert lease.routes["csa entries"] == "host"
+        cache = store.restore(lease, cache)
+    # Nothing vouches for windows and tails until the replay has run.
+    wrong = validate.describe(spec, validate.evidence(spec, cache), 0)
+    assert wrong == ["windows: positions", "tails: positions"]
+    metrics = store.metrics()
+    assert metrics["replay_tokens_total"] == 8 and metrics["restored_tokens_total"] == 48
+
+
+def test_metrics_add_up():
+    store, cache = make(), synthetic.empty(SPEC)
+    for tokens in (prompt(1), prompt(1), np.concatenate([prompt(1)[:20], prompt(2)[20:]])):
+        cache, _ = serve(store, cache, 0, tokens)
+    metrics = store.metrics()
+    assert metrics["lookups_total"] == metrics["restores_total"] == 3
+    assert metrics["prompt_tokens_total"] == 180
+    assert metrics["resumable_tokens_total"] == metrics["restored_tokens_total"] == 48 + 16
+    assert metrics["candidate_tokens_total"] == 48 + 16
+    total = sum(v for k, v in metrics.items() if k.startswith("restored_bytes_total"))
+    block, checkpoint = sizes()
+    first = store.transfer.history_layout(0).nbytes
+    assert total == 2 * first + (5 + 1) * block + 2 * checkpoint
+
+
+def test_explain():
+    store, cache, tokens = make(policy="end"), synthetic.empty(SPEC), prompt(1)
+    cache, _ = serve(store, cache, 0, tokens)
+    found = store.explain(tokens[:40])
+    assert found.plan.candidate_length == 32 and found.plan.resumable_length == 0
+    told = {x.component for x in found.plan.reasons if x.code == "no_checkpoint"}
+    assert told == {"windows", "tails", "recurrent state"}
+    text = str(found)
+    assert "recurrent state: 32 -> 0 (no_checkpoint)" in text and "shortest 16" in text
+    assert store.metrics()["lookups_total"] == 1  # explaining is not looking up
+
+
+def test_flush_clear_close():
+    store, cache = make(), synthetic.empty(SPEC)
+    cache, _ = serve(store, cache, 0, prompt(1))
+    store.flush()
+    store.clear()
+    healthy(store)
+    assert store.metrics()["host_free_bytes"] == PLENTY
+    lease = store.lookup(prompt(1))
+    store.close()
+    lease.release()
+    store.close()
+    for call in (store.flush, store.clear, store.verify, lambda: store.lookup(prompt(1))):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+
+
+def test_configurations_that_cannot_work_fail_at_the_start():
+    block, checkpoint = sizes()
+    with pytest.raises(ValueError, match="disk tier"):
+        make(disk_dir="somewhere")
+    with pytest.raises(ValueError, match="disk tier"):
+        make(disk_bytes=5)
+    with pytest.raises(ValueError, match="best possible hit is 0"):
+        make(host_bytes=2 * block + checkpoint - 64)
+    with pytest.raises(ValueError, match="best possible hit is 0"):
+        make(host_bytes=0)
+    with pytest.raises(ValueError, match="best possible hit is 0"):
+        make(policy="never")
+    with pytest.raises(ValueError, match="best possible hit is 0"):
+        make(policy="zero")  # recurrent state cannot be replayed
+    with pytest.raises(ValueError, match="block"):
+        PrefixStore(SPEC, identity(synthetic.everything(block=16)), host_bytes=PLENTY)
+    make(synthetic.only(synthetic.FULL), policy="never")  # nothing to checkpoint
