@@ -128,8 +128,10 @@ class Leaf:
             )
         if isinstance(self.contract, History) and self.rows:
             raise ValueError(f"History leaf {self.component!r}: rows follow from the capacity")
-        if isinstance(self.contract, Window) and self.rows < self.contract.width - 1:
-            raise ValueError(f"{self.component!r}: {self.rows=} < {self.contract.width - 1=}")
+        if isinstance(self.contract, Window) and self.rows < max(1, self.contract.width - 1):
+            raise ValueError(
+                f"{self.component!r}: {self.rows=} must be >= 1 and >= {self.contract.width - 1=}"
+            )
         if self.is_ring and isinstance(self.contract, Point):
             need = self.contract.group + self.contract.keep
             if self.rows < need:

@@ -25,6 +25,17 @@ def plan(length: np.ndarray, valid: np.ndarray, chunk: int) -> list[tuple[np.nda
     return calls
 
 
+def by_size(count: np.ndarray, sizes: tuple[int, ...]) -> list[tuple[int, np.ndarray]]:
+    """(columns, tokens that run i64[R]) of the calls for one step of a plan, smallest first.
+
+    A row runs in the smallest call that fits it, whatever its batch mates need: the size of a call
+    decides the last bits of its result.
+    """
+    fits = np.searchsorted(sizes, count)
+    wanted = {int(i) for i in fits[count > 0]}
+    return [(sizes[i], np.where(fits == i, count, 0)) for i in sorted(wanted)]
+
+
 def drive(
     run: Run,
     tokens: jax.Array | np.ndarray,
@@ -62,11 +73,11 @@ def drive(
         shape = (rows, size, shape[-1]) if logits == "all" else shape
         return jnp.zeros(shape, dtype), cache
     for offset, count in calls:
-        columns = next(s for s in sizes if s >= count.max())
-        index = np.minimum(offset[:, None] + np.arange(columns), size - 1)
-        part = np.take_along_axis(tokens, index, axis=1)
-        got, cache = run(part, count.astype(np.int32), cache, first, logits=logits)
-        out.add(got, offset, count)
+        for columns, some in by_size(count, sizes):
+            index = np.minimum(offset[:, None] + np.arange(columns), size - 1)
+            part = np.take_along_axis(tokens, index, axis=1)
+            got, cache = run(part, some.astype(np.int32), cache, first, logits=logits)
+            out.add(got, offset, some)
     return out.result(), cache
 
 

@@ -121,7 +121,10 @@ def _plan(config: BenchConfig, loaded: _Loaded, with_hf: dict[str, str]) -> list
         name: getattr(config, name)
         for name in ("steps", "repeats", "least_repeats", "seconds", "seed")
     }
-    hf = {name: getattr(config, name) for name in ("check_steps", "hf", "hf_experts", "hf_calls")}
+    hf = {
+        name: getattr(config, name)
+        for name in ("check_steps", "hf", "hf_experts", "hf_calls", "hf_gigabytes")
+    }
     values = config_tools.to_dict(config)
     if "model" in config.parts:
         for size, context, batch in itertools.product(

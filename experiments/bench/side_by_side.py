@@ -8,6 +8,7 @@ import numpy as np
 
 from experiments.bench import arms, timing, weights
 from experiments.bench.bench_config import BenchConfig
+from models.config import DecoderConfig
 
 HF = "hf"
 
@@ -181,11 +182,11 @@ def _compare(
 
 
 def _tune_prefill(
-    config: BenchConfig, reference: arms.Reference, tokens: np.ndarray, model
+    config: BenchConfig, reference: arms.Reference, tokens: np.ndarray, model: DecoderConfig
 ) -> dict:
     """Leaves HF with the fastest of its ways to prefill; each is tried once."""
     batch, context = tokens.shape
-    sizes = [size for size in config.hf_calls if size < context]
+    sizes = [size for size in config.hf_calls if size < context] or [0]
     column = 4e-9 * batch * context * (model.n_heads + model.index_heads)  # gigabytes of scores
     fits = [size for size in sizes if column * (size or context) < config.hf_gigabytes]
     ways = [(size, experts) for size in fits or [max(sizes)] for experts in config.hf_experts]

@@ -39,10 +39,11 @@ def tiny(workdir, **changes):
         "model.index_dim": 8,
         "model.index_topk": 4,
         "optimizer.warmup_steps": 5,
-        "steps": 24,
+        # The schedule is compiled in, so other numbers of steps are other programs: keep to this.
+        "steps": 40,
         "log_every": 1,
-        "eval_every": 6,
-        "checkpoint_every": 5,
+        "eval_every": 8,
+        "checkpoint_every": 9,
         "workdir": str(workdir),
     }
     return config_tools.override(config, {**small, **changes})
@@ -64,27 +65,23 @@ class TemporaryTest(parameterized.TestCase):
 
 
 class LearningTest(TemporaryTest):
-    @parameterized.parameters("adamw", "muon")
-    def test_the_loss_falls_on_the_smoke_setting(self, name):
-        config = tiny(
-            self.dir,
-            **{"steps": 60, "optimizer.name": name, "optimizer.learning_rate": 1e-2},
-        )
-        result = training.run(config)
+    @parameterized.parameters(("adamw", ("swa", "csa")), ("muon", ("swa", "swa")))
+    def test_the_loss_falls_on_the_smoke_setting(self, name, layers):
+        changes = {"optimizer.name": name, "model.layer_types": layers}
+        result = training.run(tiny(self.dir, **changes))
         losses = [row["loss"] for row in result.rows]
-        self.assertLen(losses, 60)
-        self.assertLess(np.mean(losses[-10:]), np.mean(losses[:10]) - 0.2)
+        self.assertLen(losses, 40)
+        self.assertLess(np.mean(losses[-8:]), np.mean(losses[:8]) - 0.1)
 
     def test_the_record_of_a_run(self):
-        config = tiny(self.dir / "run", steps=6)
-        result = training.run(config)
+        result = training.run(tiny(self.dir / "run"))
         record = json.loads((self.dir / "run" / "run.json").read_text())
         self.assertEqual(record["seed"], 0)
         self.assertEqual(record["versions"]["jax"], jax.__version__)
         self.assertLen(record["config_digest"], 64)
         written = json.loads((self.dir / "run" / "results.json").read_text())
         self.assertEqual(written, result.results)
-        self.assertEqual(written["steps"], 6)
+        self.assertEqual(written["steps"], 40)
         self.assertEqual(written["stopped"], "steps")
         self.assertEqual(written["chance"], 1 / 8)
         self.assertIn("eval_accuracy", result.rows[-1])
@@ -102,7 +99,7 @@ class LearningTest(TemporaryTest):
 class ResumeTest(TemporaryTest):
     def test_a_run_that_was_interrupted_three_times_is_bitwise_the_same(self):
         whole = training.run(tiny(self.dir / "whole"))
-        for at in (3, 11, 20):  # before the first checkpoint, between two, just after one
+        for at in (5, 23, 36):  # before the first checkpoint, between two, right after one
             with self.assertRaises(_Interrupted):
                 training.run(self.interrupted(at))
         resumed = training.run(tiny(self.dir / "resumed"))
@@ -110,30 +107,30 @@ class ResumeTest(TemporaryTest):
         self.assertEqual(self.metrics("resumed"), self.metrics("whole"))
 
     def test_a_killed_process_is_bitwise_the_same(self):
-        steps = 40
-        whole = training.run(tiny(self.dir / "whole", steps=steps))
-        process = self.start("killed", steps)
-        rows = self.dir / "killed" / "metrics.jsonl"
+        whole = training.run(tiny(self.dir / "whole"))
+        process = self.start("killed")
+        checkpoints = self.dir / "killed" / "checkpoints"
         # No handler runs at SIGKILL: whatever the loop was doing is cut off.
-        while process.poll() is None and len(metrics_writer.read(rows)) < 10:
+        while process.poll() is None and not (checkpoints / "9").exists():
             time.sleep(0.02)
         self.assertIsNone(process.poll(), "it ended before it could be killed")
+        time.sleep(0.2)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        resumed = training.run(tiny(self.dir / "killed", steps=steps))
+        resumed = training.run(tiny(self.dir / "killed"))
         self.assertTrue(equal(resumed.params, whole.params))
         self.assertEqual(self.metrics("killed"), self.metrics("whole"))
 
     def test_only_the_last_checkpoints_are_kept(self):
-        training.run(tiny(self.dir, steps=17, keep=2))
+        training.run(tiny(self.dir, keep=2))
         kept = sorted(int(path.name) for path in (self.dir / "checkpoints").iterdir())
-        self.assertEqual(kept, [15, 17])
+        self.assertEqual(kept, [36, 40])
 
     def test_a_directory_of_another_run_is_refused(self):
-        training.run(tiny(self.dir, steps=3))
+        training.run(tiny(self.dir))
         with self.assertRaisesRegex(ValueError, "other values of model.window, seed"):
-            training.run(tiny(self.dir, steps=3, seed=1, **{"model.window": 5}))
-        training.run(tiny(self.dir, steps=3, keep=5))
+            training.run(tiny(self.dir, seed=1, **{"model.window": 5}))
+        training.run(tiny(self.dir, keep=5))
 
     def interrupted(self, at):
         config = tiny(self.dir / "resumed")
@@ -141,13 +138,13 @@ class ResumeTest(TemporaryTest):
         self.enter_context(_registered())
         return config
 
-    def start(self, name, steps):
+    def start(self, name):
         # A pause at every step leaves time to kill it in the middle.
         code = (
             "import time; from tests.experiments import train_test as t; "
             "from experiments import tasks, training; real = tasks.Recall.batch; "
             "tasks.Recall.batch = lambda *a: (time.sleep(0.05), real(*a))[1]; "
-            f"training.run(t.tiny({str(self.dir / name)!r}, steps={steps}))"
+            f"training.run(t.tiny({str(self.dir / name)!r}))"
         )
         return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
 
@@ -162,31 +159,51 @@ class IndexerTest(TemporaryTest):
         (training.Phase.DENSE, 1.0, True, True),
         (training.Phase.DENSE, 0.0, True, False),
         (training.Phase.SPARSE, 1.0, True, True),
-        (training.Phase.SPARSE, 0.0, True, False),
         (training.Phase.FROZEN, 1.0, False, True),
     )
     def test_what_moves_in_a_step(self, phase, kl_weight, base, indexer):
-        config = tiny(
-            self.dir,
-            **{
-                "indexer.kl_weight": kl_weight,
-                "optimizer.weight_decay": 0.0,
-                "optimizer.warmup_steps": 0,
-            },
-        )
-        model = models.build(config.model)
+        changes = {
+            "indexer.kl_weight": kl_weight,
+            "optimizer.weight_decay": 0.0,
+            "optimizer.warmup_steps": 0,
+        }
+        config, model = tiny(self.dir, **changes), _StandIn()
         before = training.init_state(config, model).params
         state = training.init_state(config, model)
         state, _ = training.make_step(config, model)(state, config.task.batch(0), phase)
         moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), before, state.params)
-        groups = jax.tree.leaves(optimizer.labels(before))
-        for label, expected in [(optimizer.BASE, base), (optimizer.INDEXER, indexer)]:
-            found = [m for m, g in zip(jax.tree.leaves(moved), groups, strict=True) if g == label]
-            self.assertEqual(any(found), expected, label)
+        expected = {"embed": base, "indexer": {"w": indexer}, "table": False}
+        self.assertEqual(moved, expected)
+
+    def test_the_divergence_teaches_the_indexer_and_nothing_else(self):
+        config = tiny(self.dir)
+        model = models.build(config.model)
+        params, batch = model.init(jax.random.key(0)), config.task.batch(0)
+
+        @jax.jit
+        def grads(weight):
+            def loss(params):
+                return training.objective(
+                    model, params, batch, select="topk", kl_weight=weight
+                )[0]
+
+            return jax.grad(loss)(params)
+
+        without, with_it = jax.tree.leaves(grads(0.0)), jax.tree.leaves(grads(1.0))
+        taught = 0
+        for a, b, group in zip(
+            without, with_it, jax.tree.leaves(optimizer.labels(params)), strict=True
+        ):
+            if group == optimizer.INDEXER:
+                np.testing.assert_array_equal(a, 0)
+                taught += int(np.any(np.asarray(b) != 0))
+            else:
+                np.testing.assert_array_equal(a, b)
+        self.assertGreater(taught, 0)
 
     def test_a_run_through_all_phases(self):
         changes = {"indexer.dense_steps": 4, "indexer.frozen_steps": 4}
-        result = training.run(tiny(self.dir, steps=12, **changes))
+        result = training.run(tiny(self.dir, **changes), _StandIn())
         self.assertTrue(all(np.isfinite(row["indexer_kl"]) for row in result.rows))
 
 
@@ -221,6 +238,22 @@ class ExportTest(TemporaryTest):
             checkpoint.export(wrong, config, self.dir / "model")
             with self.assertRaisesRegex(ValueError, message):
                 checkpoint.load(self.dir / "model")
+
+
+class _StandIn:
+    """The smallest model with an indexer, and a table of integers that must not be trained."""
+
+    def init(self, key):
+        return {
+            "embed": jax.random.normal(key, (16, 8)),
+            "indexer": {"w": jax.random.normal(key, (8,))},
+            "table": jnp.arange(3),
+        }
+
+    def forward(self, params, tokens, *, aux, select):
+        x = params["embed"][tokens]
+        score = jnp.einsum("btd,d->bt", jax.lax.stop_gradient(x), params["indexer"]["w"])
+        return x @ params["embed"].T, {"indexer_kl": jnp.mean(score**2)}
 
 
 class _Interrupted(Exception):

