@@ -1,4 +1,4 @@
-"""Byte-level language model of the standard library's sources: a small hybrid, about 15 minutes on one core."""
+"""Byte-level language model of the standard library's sources: a small hybrid."""
 
 from experiments import tasks, train_config
 from models import config as model_config

@@ -4,15 +4,16 @@ The only module besides the mains that touches absl, and nothing here runs at im
 """
 
 import ast
+import logging
 import pathlib
 import re
 import sys
 from collections.abc import Callable, Sequence
 
-from absl import app, flags
+from absl import app
 from ml_collections import config_flags
 
-from experiments import config_tools
+from experiments import config_tools, host_memory
 
 
 def run(main: Callable[[object], object], default: str) -> None:
@@ -22,6 +23,7 @@ def run(main: Callable[[object], object], default: str) -> None:
       default: The configuration file that is read when `--config` is not given.
     """
     program = sys.argv[0]
+    host_memory.keep_freed_buffers()
     try:
         arguments = prepare(sys.argv, default)
     except ValueError as error:
@@ -31,6 +33,8 @@ def run(main: Callable[[object], object], default: str) -> None:
     )
 
     def call(argv: Sequence[str]) -> None:
+        # Which backends JAX did not find is told at level INFO, which absl shows.
+        logging.getLogger("jax").setLevel(logging.WARNING)
         if len(argv) > 1:
             raise app.UsageError(f"unexpected arguments: {argv[1:]}")
         try:
@@ -55,7 +59,7 @@ def prepare(argv: Sequence[str], default: str) -> list[str]:
     for argument, following in zip(argv, [*argv[1:], ""], strict=True):
         if match := re.fullmatch(r"--?config(?:=(.*))?", argument, re.DOTALL):
             path = following if match[1] is None else match[1]
-    if not pathlib.Path(path).is_file():
+    if not pathlib.Path(path.split(":", 1)[0]).is_file():
         raise ValueError(f"--config={path}: no such file")
     config = config_tools.load(path)
     return [_checked(argument, config) for argument in argv]

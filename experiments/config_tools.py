@@ -16,13 +16,14 @@ class UnknownFieldError(ValueError):
 
 
 def load(path: str) -> object:
-    """Calls `get_config()` of the Python file at `path`."""
+    """Calls `get_config()` of a Python file; "file.py:word" calls `get_config("word")`."""
+    path, *argument = path.split(":", 1)
     spec = importlib.util.spec_from_file_location("config_file", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path=} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.get_config()
+    return module.get_config(*argument)
 
 
 def get(config: object, path: str) -> object:
@@ -63,7 +64,9 @@ def from_dict(kind: type[T], values: Mapping) -> T:
     arguments = {}
     for name, value in values.items():
         if name not in names:
-            raise UnknownFieldError(f"unknown field {kind.__name__}.{name}; {_suggest(name, names)}")
+            raise UnknownFieldError(
+                f"unknown field {kind.__name__}.{name}; {_suggest(name, names)}"
+            )
         if dataclasses.is_dataclass(hints[name]):
             value = from_dict(hints[name], value)
         elif isinstance(value, list):

@@ -74,12 +74,8 @@ def _clipped(
     return optax.chain(optax.clip_by_global_norm(options.clip_norm), inner)
 
 
-def _adamw(
-    options: train_config.OptimizerConfig, rate: Callable
-) -> optax.GradientTransformation:
-    return optax.adamw(
-        rate, b1=options.b1, b2=options.b2, weight_decay=options.weight_decay
-    )
+def _adamw(options: train_config.OptimizerConfig, rate: Callable) -> optax.GradientTransformation:
+    return optax.adamw(rate, b1=options.b1, b2=options.b2, weight_decay=options.weight_decay)
 
 
 def _muon(options: train_config.OptimizerConfig, rate: Callable) -> optax.GradientTransformation:
@@ -98,7 +94,9 @@ def _muon(options: train_config.OptimizerConfig, rate: Callable) -> optax.Gradie
 def _matrices(params: dict) -> dict:
     """Muon orthogonalises the matrices inside layers, the last two axes of stacked weights."""
 
-    def numbers(path: jax.tree_util.KeyPath, leaf: jax.Array) -> contrib.MuonDimensionNumbers | None:
+    def numbers(
+        path: jax.tree_util.KeyPath, leaf: jax.Array
+    ) -> contrib.MuonDimensionNumbers | None:
         names = _names(path)
         # Every weight of a layer has a leading axis of repeats, so a vector has two axes.
         if names[0] != "segments" or leaf.ndim < 3 or names[-1].endswith("bias"):

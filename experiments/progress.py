@@ -11,9 +11,7 @@ import rich.progress
 class Progress:
     """Shows step, scalars, steps per second and time left, on standard error."""
 
-    def __init__(
-        self, total: int, *, start: int = 0, title: str = "", line_seconds: float = 10.0
-    ):
+    def __init__(self, total: int, *, start: int = 0, title: str = "", line_seconds: float = 10.0):
         """Starts the clock.
 
         Args:

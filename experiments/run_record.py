@@ -33,8 +33,15 @@ def platform_info() -> dict[str, object]:
         "backend": jax.default_backend(),
         "device_kind": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
-        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpus": _cpus(),
     }
+
+
+def _cpus() -> int | None:
+    """Cores this process may use, which a pinned run has fewer of than the machine."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def commit() -> str:

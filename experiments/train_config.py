@@ -8,7 +8,7 @@ from models import config as model_config
 
 # Fields that change neither the parameters a step produces nor the rows that are logged: a run may
 # be resumed under other values of these, and of nothing else.
-FREE_FIELDS = ("workdir", "checkpoint_every", "keep", "tensorboard")
+FREE_FIELDS = ("workdir", "checkpoint_every", "keep", "tensorboard", "export", "export_dtype")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -62,6 +62,10 @@ class TrainConfig:
     checkpoint_every: int = 100
     keep: int = 2  # checkpoints kept
     tensorboard: bool = False
+    export: str = (
+        ""  # where the final parameters go, as <export>.safetensors and .json; "": nowhere
+    )
+    export_dtype: str = "float32"
 
     def check(self) -> None:
         """Raises ValueError where the fields do not fit together."""

@@ -125,29 +125,19 @@ def make_step(
 
     @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
     def step(state: TrainState, batch: tasks.Batch, phase: Phase) -> tuple[TrainState, Metrics]:
-        leaves, structure = jax.tree.flatten(state.params)
-        trained = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves]
-
-        def scalar_loss(floats: list[jax.Array]) -> tuple[jax.Array, Metrics]:
-            floats = iter(floats)
-            full = [next(floats) if is_float else leaf
-                    for is_float, leaf in zip(trained, leaves, strict=True)]  # fmt: skip
+        def scalar_loss(floats: dict) -> tuple[jax.Array, Metrics]:
             return objective(
                 model,
-                structure.unflatten(full),
+                _merge(floats, state.params),
                 batch,
                 select=phase.select,
                 kl_weight=config.indexer.kl_weight,
             )
 
-        floats = [leaf for is_float, leaf in zip(trained, leaves, strict=True) if is_float]
+        floats = jax.tree.map(lambda p: p if _is_float(p) else None, state.params)
         grads, metrics = jax.grad(scalar_loss, has_aux=True)(floats)
-        metrics["grad_norm"] = optax.global_norm(grads)
-        grads = iter(grads)
-        grads = structure.unflatten(
-            [next(grads) if is_float else jnp.zeros_like(leaf)
-             for is_float, leaf in zip(trained, leaves, strict=True)]  # fmt: skip
-        )
+        metrics["grad_norm"] = optax.tree.norm(grads)
+        grads = _merge(grads, jax.tree.map(jnp.zeros_like, state.params))
         updates, opt_state = transform.update(grads, state.opt_state, state.params)
         if phase is Phase.FROZEN:
             opt_state, updates = optimizer.freeze_base(state.opt_state, opt_state, updates)
@@ -157,19 +147,31 @@ def make_step(
     return step
 
 
-def make_evaluate(model: Model) -> Callable[[dict, Iterable[tasks.Batch], str], dict[str, float]]:
-    """Evaluation of parameters on batches; jitted once."""
+def _is_float(leaf: jax.Array) -> bool:
+    """Whether a parameter has a gradient; tables of expert numbers have none."""
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
 
-    @functools.partial(jax.jit, static_argnames="select")
-    def one(params: dict, batch: tasks.Batch, select: str) -> tuple[Metrics, jax.Array]:
-        _, metrics = objective(model, params, batch, select=select, kl_weight=0.0)
+
+def _merge(floats: dict, others: dict) -> dict:
+    """`floats`, and `others` wherever it has None."""
+    return jax.tree.map(
+        lambda f, other: other if f is None else f, floats, others, is_leaf=lambda x: x is None
+    )
+
+
+def make_evaluate(model: Model) -> Callable[[dict, Iterable[tasks.Batch]], dict[str, float]]:
+    """Evaluation of parameters on batches, with top-k as in inference whatever the phase."""
+
+    @jax.jit
+    def one(params: dict, batch: tasks.Batch) -> tuple[Metrics, jax.Array]:
+        _, metrics = objective(model, params, batch, select="topk", kl_weight=0.0)
         return metrics, batch["weights"].sum()
 
-    def evaluate(params: dict, batches: Iterable[tasks.Batch], select: str) -> dict[str, float]:
+    def evaluate(params: dict, batches: Iterable[tasks.Batch]) -> dict[str, float]:
         """Means over the asked positions of all batches."""
         sums, asked = {}, 0.0
         for batch in batches:
-            metrics, weight = one(params, batch, select)
+            metrics, weight = one(params, batch)
             asked += float(weight)
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + float(value) * float(weight)
@@ -218,7 +220,7 @@ def run(config: train_config.TrainConfig, model: Model | None = None) -> TrainRe
                 if position % config.log_every == 0 or last:
                     row = {name: float(value) for name, value in metrics.items()}
                 if position % config.eval_every == 0 or last:
-                    scores = evaluate(state.params, config.task.evaluate(), phase.select)
+                    scores = evaluate(state.params, config.task.evaluate())
                     row |= {f"eval_{name}": value for name, value in scores.items()}
                     if 0 < config.target_accuracy <= scores["accuracy"]:
                         data["stopped"] = "target"
@@ -233,6 +235,8 @@ def run(config: train_config.TrainConfig, model: Model | None = None) -> TrainRe
                     saved.save(position, state, data)
     results = _results(config, state, data, writer.rows)
     run_record.write_results(workdir, results)
+    if config.export:
+        checkpoint.export(state.params, config, config.export, config.export_dtype)
     return TrainResult(state.params, results, writer.rows)
 
 

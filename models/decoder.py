@@ -1,4 +1,4 @@
-"""The hybrid decoder as users meet it: init, forward, prefill, decode, replay (DESIGN section 6)."""
+"""The hybrid decoder as users meet it: init, forward, prefill, decode, replay (DESIGN §6)."""
 
 import functools
 import math
@@ -142,8 +142,6 @@ class Decoder:
         Rows with active = False (bool[R]) do not move. A row whose cache is full does not move
         either, and its logits are NaN.
         """
-        if active is None:
-            active = jnp.ones(cache.batch, bool)
         return self._step(params, token, cache, active)
 
     @functools.cached_property
@@ -171,7 +169,6 @@ class Decoder:
         active: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
         """Decodes `steps` tokens in one compiled scan, from token i32[R]: i32[R, steps]."""
-        active = jnp.ones(cache.batch, bool) if active is None else active
         key = jax.random.key(0) if key is None else key
         return self._many(params, token, cache, key, active, steps, sampler or Sampler())
 

@@ -43,7 +43,7 @@ def cut(kinds: Sequence[Hashable], scan: bool) -> tuple[Run, ...]:
             repeats = 1
             while kinds[start + repeats * size : start + (repeats + 1) * size] == pattern:
                 repeats += 1
-            for times in {1, repeats}:
+            for times in dict.fromkeys((1, repeats, *range(2, repeats))):
                 bodies, segments, rest = best(start + times * size)
                 run = Run(start, pattern, times)
                 options.append((bodies + size, segments + 1, (run, *rest)))

@@ -9,7 +9,7 @@ from hetero_kv import params as params_lib
 from hetero_kv.attention import rope
 from hetero_kv.attention.call import Call, Train, View
 from hetero_kv.attention.norm import rms_norm
-from hetero_kv.contract import CacheSpec, Segment
+from hetero_kv.contract import Segment
 from hetero_kv.params import Params, ParamSpec, ParamTree
 from hetero_kv.state import Cache
 from models.layers import Layer
@@ -25,7 +25,7 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """Embedding, groups of layers, head. Everything static, so methods can be jitted as they are."""
+    """Embedding, groups of layers, head. All static, so methods can be jitted as they are."""
 
     groups: tuple[Group, ...]
     vocab: int
@@ -217,19 +217,21 @@ class Stack:
         return self._head(params, x), cache
 
     def step(
-        self, params: Params, token: jax.Array, cache: Cache, active: jax.Array
+        self, params: Params, token: jax.Array, cache: Cache, active: jax.Array | None
     ) -> tuple[jax.Array, Cache]:
         """One decode step: token i32[R] to logits f32[R, V].
 
-        Rows that are not `active` (bool[R]) do not move. Neither does a row whose cache is full:
-        its logits are NaN (fail closed).
+        Rows that are not `active` (bool[R]; None: all are) do not move. Neither does a row whose
+        cache is full: its logits are NaN (fail closed).
         """
         start = cache.length
-        runs = active & (start < cache.capacity)
+        fits = start < cache.capacity
+        runs = fits if active is None else active & fits
         tables = self._tables(start[:, None])
         zero = jnp.zeros_like(start)
         call = Call(start, runs.astype(jnp.int32), start[:, None], tables, zero, False)
         x, cache = self._run(params, token[:, None], cache, call, True)
         logits = self._head(params, x[:, 0])
-        logits = jnp.where((runs | ~active)[:, None], logits, jnp.nan)
+        refused = ~fits if active is None else active & ~fits
+        logits = jnp.where(refused[:, None], jnp.nan, logits)
         return logits, cache.replace(length=call.stop)

@@ -103,9 +103,7 @@ class Recall:
 
     def _noise(self, rng: np.random.Generator, length: int) -> np.ndarray:
         keys = self.vocab // 2
-        low, high = (
-            (self.vocab, self.vocab_size) if self.noise_symbols else (keys, self.vocab)
-        )
+        low, high = (self.vocab, self.vocab_size) if self.noise_symbols else (keys, self.vocab)
         return rng.integers(low, high, length, dtype=np.int32)
 
     def _pairs(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

@@ -7,7 +7,7 @@ import numpy as np
 
 
 class Batch(TypedDict):
-    """One batch; position t of `targets` is what the model should say after reading `tokens[:t+1]`."""
+    """One batch; position t of `targets` is what to say after reading `tokens[:, : t + 1]`."""
 
     tokens: np.ndarray  # i32[B, T]
     targets: np.ndarray  # i32[B, T]

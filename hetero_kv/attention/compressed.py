@@ -61,7 +61,7 @@ class Compressed:
         heads = self.heads.project(params, x, turn)
         state = self._begin(params, heads.q)
         if self.window:
-            state = self.window.forward(state, heads.q, heads.kv, self.heads.scale)
+            state = self.window.forward(state, heads.q, heads.kv, call.positions, self.heads.scale)
         entries = self.compressor.forward(params["compressor"], x)
         index = jnp.arange(entries.shape[1], dtype=jnp.int32)
         mask = index < self.entries.visible(call.positions)[..., None]

@@ -42,7 +42,7 @@ class Sliding:
         """See `Mechanism.forward`."""
         turn = call.tables[self.rope]
         q, kv, _ = self.heads.project(params, x, turn)
-        state = self.window.forward(self._begin(params, q), q, kv, self.heads.scale)
+        state = self.window.forward(self._begin(params, q), q, kv, call.positions, self.heads.scale)
         return self.heads.output(params, attend.finish(state), turn, x.dtype), {}
 
     def prefill(

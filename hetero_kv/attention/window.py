@@ -12,6 +12,9 @@ from hetero_kv.attention import attend, ring
 from hetero_kv.attention.call import Call, View
 from hetero_kv.contract import Evidence, Leaf, Window
 
+BAND = 64  # shortest band of queries that is attended at a time
+ABSENT = -1  # position of a key that is not there
+
 
 @dataclasses.dataclass(frozen=True)
 class WindowBranch:
@@ -46,16 +49,11 @@ class WindowBranch:
         """
         held = ring.read(view.leaves["window"], view.layer)
         before = call.start[:, None] - self.width + jnp.arange(self.width, dtype=jnp.int32)
-        old = ring.ordered(held, call.start)
         # The oldest row, position start - W, is out of every query's sight.
         live = (before >= call.first[:, None]) & (before > call.start[:, None] - self.width)
-        keys = jnp.concatenate([attend.clean(old, live), kv.astype(held.dtype)], axis=1)
-        key_positions = jnp.concatenate(
-            [jnp.where(live, before, -self.width - 1), call.positions], axis=1
-        )
-        gap = call.positions[:, :, None] - key_positions[:, None, :]
-        mask = (gap >= 0) & (gap < self.width) & (key_positions >= 0)[:, None, :]
-        state = attend.add(state, q, keys, mask, scale)
+        old = attend.clean(ring.ordered(held, call.start), live)
+        before = jnp.where(live, before, ABSENT)
+        state = self._bands(state, q, kv.astype(held.dtype), old, before, call.positions, scale)
         return state, self._advance(view, held, kv, call)
 
     def _advance(self, view: View, held: jax.Array, kv: jax.Array, call: Call) -> View:
@@ -86,33 +84,60 @@ class WindowBranch:
         return attend.clean(ring.read(view.leaves["window"], view.layer), live), live
 
     def forward(
-        self, state: attend.State, q: jax.Array, kv: jax.Array, scale: float
+        self, state: attend.State, q: jax.Array, kv: jax.Array, positions: jax.Array, scale: float
     ) -> attend.State:
-        """All queries of a sequence from position 0, in bands of at least W tokens.
+        """All queries of sequences from position 0. q [B, T, H, c], kv [B, T, c]."""
+        none = jnp.zeros((kv.shape[0], 0), jnp.int32)
+        return self._bands(state, q, kv, kv[:, :0], none, positions, scale)
 
-        q [B, T, H, c], kv [B, T, c]; the state's lead axes are [B, T, H].
+    def _bands(
+        self,
+        state: attend.State,
+        q: jax.Array,
+        kv: jax.Array,
+        old: jax.Array,
+        before: jax.Array,
+        positions: jax.Array,
+        scale: float,
+    ) -> attend.State:
+        """Adds keys to queries in bands: each sees its own band of keys and the one before.
+
+        A band is at least as long as the window, so no visible key is missed; the work grows with
+        tokens times window, not with tokens squared.
+
+        Args:
+            state, q: lead axes [R, S, H], and [R, S, H, c].
+            kv: [R, S, c] own rows of the queries, at i32[R, S] `positions`.
+            old: [R, n, c] rows before them, n <= W, at i32[R, n] `before` (ABSENT: not there).
         """
-        batch, tokens, _, dim = q.shape
-        size = min(max(self.width, 16), tokens)
+        rows, tokens = positions.shape
+        size = max(self.width, BAND)
+        if tokens <= size:  # one band: exactly the rows there are
+            keys = jnp.concatenate([old, kv], axis=1)
+            at = jnp.concatenate([before, positions], axis=1)
+            return attend.add(state, q, keys, self._mask(positions, at), scale)
         bands = -(-tokens // size)
-        pad = bands * size - tokens
+        pad, front = bands * size - tokens, size - old.shape[1]
+
+        def fill(x: jax.Array, head: int, tail: int, value: int = 0) -> jax.Array:
+            edges = ((0, 0), (head, tail)) + ((0, 0),) * (x.ndim - 2)
+            return jnp.pad(x, edges, constant_values=value)
 
         def cut(x: jax.Array) -> jax.Array:
-            x = jnp.pad(x, ((0, 0), (0, pad)) + ((0, 0),) * (x.ndim - 2))
-            return x.reshape(batch * bands, size, *x.shape[2:])
+            return x.reshape(rows * bands, size, *x.shape[2:])
 
-        keys = cut(kv).reshape(batch, bands, size, dim)
-        before = jnp.pad(keys, ((0, 0), (1, 0), (0, 0), (0, 0)))[:, :-1]
-        keys = jnp.concatenate([before, keys], axis=2).reshape(batch * bands, 2 * size, dim)
-        inner = jnp.arange(size)[:, None] + size - jnp.arange(2 * size)[None, :]
-        mask = (inner >= 0) & (inner < self.width)
-        mask = jnp.broadcast_to(mask, (bands, size, 2 * size))
-        mask = mask & ((jnp.arange(bands) > 0)[:, None, None] | (jnp.arange(2 * size) >= size))
-        mask = jnp.broadcast_to(mask, (batch, *mask.shape)).reshape(-1, size, 2 * size)
-        banded = attend.add(attend.State(*map(cut, state)), cut(q), keys, mask, scale)
+        def pairs(old: jax.Array, new: jax.Array, value: int) -> jax.Array:
+            x = jnp.concatenate([fill(old, front, 0, value), fill(new, 0, pad, value)], axis=1)
+            return jnp.concatenate([cut(x[:, :-size]), cut(x[:, size:])], axis=1)
 
-        def join(x: jax.Array) -> jax.Array:
-            x = x.reshape(batch, bands * size, *x.shape[2:])
-            return x[:, :tokens]
+        keys, at = pairs(old, kv, 0), pairs(before, positions, ABSENT)
+        mask = self._mask(cut(fill(positions, 0, pad)), at)
+        padded = attend.State(*(cut(fill(x, 0, pad)) for x in state))
+        banded = attend.add(padded, cut(fill(q, 0, pad)), keys, mask, scale)
+        join = (x.reshape(rows, bands * size, *x.shape[2:])[:, :tokens] for x in banded)
+        return attend.State(*join)
 
-        return attend.State(*map(join, banded))
+    def _mask(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
+        """bool[R, S, K] of i32[R, S] query and i32[R, K] key positions."""
+        gap = queries[:, :, None] - keys[:, None, :]
+        return (gap >= 0) & (gap < self.width) & (keys >= 0)[:, None, :]

@@ -67,38 +67,75 @@ class Catalog:
         with self._lock:
             path = []
             for node in self.index.match(keys)[:blocks]:
-                if node.history is None:
+                history = node.history
+                if history is None:
                     break
-                node.history.pins += 1
+                history.pins += 1
                 path.append(node)
             return path
 
-    def add_history(self, keys: Keys, path: list[Node], payload: Payload) -> str:
-        """Stores the block after `path` and appends its node, pinned. Returns "" or a reason."""
+    def add_history(self, keys: Keys, path: list[Node], *payloads: Payload) -> str:
+        """Stores the blocks after `path` and appends their nodes, pinned.
+
+        Returns "" or the reason why the rest of them could not be stored.
+        """
         with self._lock:
-            depth = len(path)
+            sizes = [x.nbytes for x in payloads]
+            if sum(sizes) > self.tier.free:
+                # In one go. What cannot be had is missed, block by block, below.
+                self._make_room(HISTORY, sum(sizes), max(sizes))
             parent = path[-1] if path else self.index.root(keys)
             if parent is None:
                 return "collision"
             if path and parent.history is None:
                 return "gone"  # cleared while the payload was made
-            node = self.index.extend(parent, keys.keys[depth], keys.contents[depth])
+            stored: list[int] = []  # bytes
+            reason = self._extend(keys, path, parent, payloads, stored)
+            if stored:
+                self._count_stored(HISTORY, len(stored), sum(stored))
+            return reason
+
+    def _extend(
+        self,
+        keys: Keys,
+        path: list[Node],
+        parent: Node,
+        payloads: tuple[Payload, ...],
+        stored: list[int],
+    ) -> str:
+        # The hot loop of publishing: `_store` is written out in it.
+        extend, put, tier = self.index.extend, self.tier.put, self.tier
+        depth = len(path)
+        following = zip(keys.keys[depth:], keys.contents[depth:], payloads, strict=False)
+        for key, content, payload in following:
+            node = extend(parent, key, content)
             if node is None:
                 self.index.prune(parent)
                 return "collision"
-            if node.history is None and not self._store(HISTORY, node, payload):
-                self.index.prune(node)
-                return "no_room"
-            node.history.pins += 1
+            if node.history is None:
+                nbytes = payload.nbytes
+                ticket = None
+                if nbytes <= tier.free or self._make_room(HISTORY, nbytes):
+                    ticket = put(payload)
+                if ticket is None:
+                    self._counters.add("refused_total", kind=HISTORY, reason="no_room")
+                    self.index.prune(node)
+                    return "no_room"
+                node.history = Group(HISTORY, node, ticket[0], ticket[1], nbytes, 1)
+                self.used[HISTORY] += nbytes
+                stored.append(nbytes)
+            else:
+                node.history.pins += 1
             path.append(node)
-            return ""
+            parent = node
+        return ""
 
     def has_checkpoint(self, path: list[Node]) -> bool:
-        """Whether a checkpoint is stored at the end of `path`; counts as a use of it."""
+        """Whether a checkpoint is stored at the end of `path`; if so it is recent now."""
         with self._lock:
             found = path[-1].checkpoint
             if found is not None:
-                self._eviction[CHECKPOINT].touch(found)
+                self._eviction[CHECKPOINT].refresh(found)
             return found is not None
 
     def add_checkpoint(self, path: list[Node], payload: Payload) -> str:
@@ -109,17 +146,32 @@ class Catalog:
                 return "gone"
             if node.checkpoint is not None:
                 return ""  # another thread was faster
-            return "" if self._store(CHECKPOINT, node, payload) else "no_room"
+            nbytes, ticket = payload.nbytes, None
+            if nbytes <= self.tier.free or self._make_room(CHECKPOINT, nbytes):
+                ticket = self.tier.put(payload)
+            if ticket is None:
+                self._counters.add("refused_total", kind=CHECKPOINT, reason="no_room")
+                return "no_room"
+            node.checkpoint = Group(CHECKPOINT, node, *ticket, nbytes)
+            self.used[CHECKPOINT] += nbytes
+            self._queue(node.checkpoint)
+            self._count_stored(CHECKPOINT, 1, payload.nbytes)
+            return ""
 
     def let_go(self, path: list[Node]) -> None:
-        """Ends `hold`."""
+        """Ends `hold`. Publishing again is no use, so known groups are refreshed, not touched."""
         with self._lock:
             # Children first, so that a parent is never older than a child: the oldest group is
             # then a leaf.
-            for node in reversed(path):
-                if node.history is not None:
-                    node.history.pins -= 1
-                    self._eviction[HISTORY].touch(node.history)
+            groups = [x.history for x in reversed(path) if x.history is not None]
+            for group in groups:
+                group.pins -= 1
+                if not group.queued:
+                    self._queue(group)
+            order = self._eviction[HISTORY]
+            order.refresh_all(groups)
+            if order.parked:
+                self._offer(groups)
             if path:
                 self._drop_bare(path[-1])
 
@@ -173,9 +225,9 @@ class Catalog:
     # -- inside ------------------------------------------------------------------------------
 
     def _presence(self, nodes: list[Node]) -> Presence:
-        history = tuple(x.history is not None for x in nodes)
         size = self.geometry.block
-        return Presence(history, frozenset(x.depth * size for x in nodes if x.checkpoint))
+        history = tuple([x.history is not None for x in nodes])
+        return Presence(history, frozenset([x.depth * size for x in nodes if x.checkpoint]))
 
     def _plan(
         self, keys: Keys, prompt_length: int, planner: Planner
@@ -193,36 +245,63 @@ class Catalog:
             self.leases -= 1
 
     def _pin(self, lease: Lease) -> None:
-        for group in reversed(lease.groups()):
+        for group in lease.history:
             group.pins += 1
-            self._eviction[group.kind].touch(group)
+        self._eviction[HISTORY].touch_all([x for x in reversed(lease.history) if x.queued])
+        if lease.checkpoint is not None:
+            lease.checkpoint.pins += 1
+            self._eviction[CHECKPOINT].touch(lease.checkpoint)
 
     def _unpin(self, lease: Lease) -> None:
-        for group in lease.groups():
+        groups = lease.groups()
+        for group in groups:
             group.pins -= 1
+        if any(x.parked for x in self._eviction.values()):
+            self._offer(groups)
 
-    def _store(self, kind: str, node: Node, payload: Payload) -> bool:
-        if not self._make_room(kind, payload.nbytes):
-            self._counters.add("refused_total", kind=kind, reason="no_room")
-            return False
-        ticket = self.tier.put(payload)
-        if ticket is None:
-            return False
-        group = Group(kind, node, ticket, payload.nbytes)
-        node.set_group(kind, group)
-        self.used[kind] += group.nbytes
-        self._eviction[kind].add(group)
-        self._counters.add("stored_groups_total", kind=kind)
-        self._counters.add("stored_bytes_total", group.nbytes, kind=kind)
-        return True
+    def _offer(self, groups: list[Group]) -> None:
+        for group in groups:
+            if not group.pins:
+                self._eviction[group.kind].offer(group)
 
-    def _make_room(self, kind: str, nbytes: int) -> bool:
-        """Evicts until `nbytes` are free; a kind gives way only for what it has over its share."""
+    def _queue(self, group: Group) -> None:
+        """Tells the order of eviction. New history waits for `let_go`: until then it is pinned,
+        and its leaf must come first."""
+        node, cost = group.node, 1.0
+        group.queued = True
+        if self.policy.cost is not None:
+            start = node.depth - 1 if group.kind == HISTORY else 0
+            size = self.geometry.block
+            cost = self.policy.cost(start * size, node.depth * size)
+        self._eviction[group.kind].add(group, node.key, group.nbytes, node.depth, cost)
+
+    def _count_stored(self, kind: str, groups: int, nbytes: int) -> None:
+        self._counters.add("stored_groups_total", groups, kind=kind)
+        self._counters.add("stored_bytes_total", nbytes, kind=kind)
+
+    def _make_room(self, kind: str, nbytes: int, each: int = 0) -> bool:
+        """Evicts until `nbytes` are free; a kind gives way only for what it has over its share.
+
+        each: bytes of one group, where room is made for several (0: for one).
+        """
+        evicted: list[Group] = []
+        try:
+            return nbytes <= self.tier.capacity and self._evict_for(
+                kind, nbytes, each or nbytes, evicted
+            )
+        finally:
+            for gone in KINDS:
+                sizes = [x.nbytes for x in evicted if x.kind == gone]
+                if sizes:
+                    self._counters.add("evicted_groups_total", len(sizes), kind=gone)
+                    self._counters.add("evicted_bytes_total", sum(sizes), kind=gone)
+
+    def _evict_for(self, kind: str, nbytes: int, each: int, evicted: list[Group]) -> bool:
         other = CHECKPOINT if kind == HISTORY else HISTORY
-        if nbytes > self.tier.capacity:
-            return False
         while self.tier.free < nbytes:
-            within = self.used[kind] + nbytes <= self._share[kind]
+            # The next group beside those that the room made so far is for.
+            after = self.used[kind] + (self.tier.free // each + 1) * each
+            within = after <= self._share[kind]
             victim = None
             if not within:
                 victim = self._victim(kind)
@@ -233,33 +312,47 @@ class Catalog:
             if victim is None:
                 return False
             self._evict(victim)
+            evicted.append(victim)
         return True
 
     def _victim(self, kind: str) -> Group | None:
-        return next((x for x in self._eviction[kind].order() if self._evictable(x)), None)
+        return self._eviction[kind].victim(self._evictable)
 
-    def _evictable(self, group: Group) -> bool:
+    @staticmethod
+    def _evictable(group: Group) -> bool:
         if group.pins or not group.nbytes:
             return False
         # Whoever pins a checkpoint pins the history under it as well.
-        return group.kind == CHECKPOINT or group.node.is_leaf
+        return group.kind == CHECKPOINT or group.node.child is None
 
     def _evict(self, group: Group) -> None:
-        self._counters.add("evicted_groups_total", kind=group.kind)
-        self._counters.add("evicted_bytes_total", group.nbytes, kind=group.kind)
-        self.discard(group)
+        node = group.node
+        if group.kind == CHECKPOINT:
+            self._remove(group, evicted=True)
+            self._drop_bare(node)
+        else:
+            self._remove_node(node, evicted=True)
 
-    def _remove(self, group: Group) -> None:
-        group.node.set_group(group.kind, None)
-        self.used[group.kind] -= group.nbytes
-        self._eviction[group.kind].remove(group)
+    def _remove(self, group: Group, evicted: bool = False) -> None:
+        kind, node = group.kind, group.node
+        if kind == HISTORY:
+            node.history = None
+        else:
+            node.checkpoint = None
+        self.used[kind] -= group.nbytes
+        if group.queued:
+            self._eviction[kind].remove(group, evicted)
         self.tier.drop(group.ticket)
 
-    def _remove_node(self, node: Node) -> None:
-        for group in (node.checkpoint, node.history):
-            if group is not None:
-                self._remove(group)
+    def _remove_node(self, node: Node, evicted: bool = False) -> None:
+        if node.checkpoint is not None:
+            self._remove(node.checkpoint)
+        if node.history is not None:
+            self._remove(node.history, evicted)
         self.index.prune(node)
+        parent = node.parent
+        if parent is not None and parent.child is None and parent.history is not None:
+            self._offer([parent.history])  # a leaf now
 
     def _drop_bare(self, node: Node) -> None:
         """Where no component has a history, blocks exist only for the checkpoints on them."""

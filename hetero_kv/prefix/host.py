@@ -19,6 +19,9 @@ class Ticket(NamedTuple):
     generation: int
 
 
+_ticket = tuple.__new__  # half the time of calling Ticket
+
+
 @dataclasses.dataclass(frozen=True)
 class Fetched:
     """What a read delivered: a payload of its own, or a failure (STALE or CORRUPT, and where)."""
@@ -35,28 +38,24 @@ class HostTier:
         if capacity < 1:
             raise ValueError(f"a tier needs capacity >= 1 byte, got {capacity}")
         self.capacity = capacity
-        self._free = capacity
+        self.free = capacity  # bytes nobody owns
         self._payloads: list[Payload | None] = []  # per slot
         self._generations: list[int] = []  # per slot, bumped whenever it is recycled
         self._vacant: list[int] = []
 
-    @property
-    def free(self) -> int:
-        """Bytes nobody owns."""
-        return self._free
-
     def put(self, payload: Payload) -> Ticket | None:
         """Takes over a payload that the caller will not touch again; None if it does not fit."""
-        if payload.nbytes > self._free:
+        nbytes = payload.nbytes
+        if nbytes > self.free:
             return None
-        if not self._vacant:
-            self._payloads.append(None)
-            self._generations.append(0)
-            self._vacant.append(len(self._payloads) - 1)
-        slot = self._vacant.pop()
-        self._payloads[slot] = payload
-        self._free -= payload.nbytes
-        return Ticket(slot, self._generations[slot])
+        self.free -= nbytes
+        if self._vacant:
+            slot = self._vacant.pop()
+            self._payloads[slot] = payload
+            return _ticket(Ticket, (slot, self._generations[slot]))
+        self._payloads.append(payload)
+        self._generations.append(0)
+        return _ticket(Ticket, (len(self._payloads) - 1, 0))
 
     def read(self, ticket: Ticket, label: bytes) -> Fetched:
         """Copies an object out, then checks that the copy is the group that `label` names."""
@@ -71,13 +70,14 @@ class HostTier:
 
     def drop(self, ticket: Ticket) -> None:
         """Gives an object's bytes back. The ticket must be current."""
-        payload = self._payloads[ticket.slot]
-        if payload is None or self._generations[ticket.slot] != ticket.generation:
+        slot, generation = ticket
+        payload = self._payloads[slot]
+        if payload is None or self._generations[slot] != generation:
             raise ValueError(f"{ticket} is not current: dropped twice?")
-        self._payloads[ticket.slot] = None
-        self._generations[ticket.slot] += 1
-        self._vacant.append(ticket.slot)
-        self._free += payload.nbytes
+        self._payloads[slot] = None
+        self._generations[slot] = generation + 1
+        self._vacant.append(slot)
+        self.free += payload.nbytes
 
     def is_current(self, ticket: Ticket) -> bool:
         """Whether the ticket's object is still there."""

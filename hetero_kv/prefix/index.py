@@ -24,9 +24,16 @@ class Group:
 
     kind: str
     node: "Node"
-    ticket: Ticket
+    slot: int
+    generation: int
     nbytes: int
     pins: int = 0
+    queued: bool = False  # whether the order of eviction knows it
+
+    @property
+    def ticket(self) -> Ticket:
+        """Where its payload is."""
+        return Ticket(self.slot, self.generation)
 
     @property
     def label(self) -> bytes:
@@ -40,13 +47,17 @@ class Node:
 
     content: what was hashed into the key after the parent's key, compared on every match.
     depth: blocks from the root, so the node ends at `depth * B` tokens.
+    child, older, newer: the newest child, and the siblings before and after (a set for every node
+    would take more memory than the rest of it).
     """
 
     key: bytes
     content: bytes
     parent: "Node | None"
     depth: int
-    children: set["Node"] = dataclasses.field(default_factory=set)
+    child: "Node | None" = None
+    older: "Node | None" = None
+    newer: "Node | None" = None
     history: Group | None = None
     checkpoint: Group | None = None
 
@@ -54,17 +65,17 @@ class Node:
         """The group of a kind."""
         return self.history if kind == HISTORY else self.checkpoint
 
-    def set_group(self, kind: str, group: Group | None) -> None:
-        """Attaches or detaches a group."""
-        if kind == HISTORY:
-            self.history = group
-        else:
-            self.checkpoint = group
-
     @property
     def is_leaf(self) -> bool:
         """Whether nothing hangs on this node."""
-        return not self.children
+        return self.child is None
+
+    def children(self) -> "Iterator[Node]":
+        """Newest first."""
+        node = self.child
+        while node is not None:
+            yield node
+            node = node.older
 
 
 class Index:
@@ -81,40 +92,50 @@ class Index:
 
     def match(self, keys: Keys) -> list[Node]:
         """The nodes of the longest known prefix, the root not included."""
-        nodes = []
-        parent = self._lookup(keys.root, keys.root_content, None)
-        if parent is None:
-            return nodes
+        get, found = self._nodes.get, []
+        parent = get(keys.root)
+        if parent is None or parent.parent is not None or parent.content != keys.root_content:
+            return found
         for key, content in zip(keys.keys, keys.contents, strict=True):
-            node = self._lookup(key, content, parent)
-            if node is None:
+            node = get(key)
+            if node is None or node.parent is not parent or node.content != content:
                 break
-            nodes.append(node)
+            found.append(node)
             parent = node
-        return nodes
+        return found
 
     def root(self, keys: Keys) -> Node | None:
         """The empty prefix, made if need be; None as for `extend`."""
-        return self._make(keys.root, keys.root_content, None)
+        return self.extend(None, keys.root, keys.root_content)
 
-    def extend(self, parent: Node, key: bytes, content: bytes) -> Node | None:
+    def extend(self, parent: Node | None, key: bytes, content: bytes) -> Node | None:
         """The parent's child of that key, made if need be.
 
         None: another prefix holds the key (a collision), so this one cannot be stored.
         """
-        return self._make(key, content, parent)
+        node = self._nodes.get(key)
+        if node is not None:
+            return node if node.parent is parent and node.content == content else None
+        node = Node(key, content, parent, 0 if parent is None else parent.depth + 1)
+        self._nodes[key] = node
+        if parent is not None:
+            sibling = parent.child
+            if sibling is not None:
+                node.older, sibling.newer = sibling, node
+            parent.child = node
+        return node
 
     def prune(self, node: Node) -> None:
         """Removes the node, and ancestors, as long as they carry nothing."""
         current: Node | None = node
-        while current is not None and current.is_leaf:
+        while current is not None and current.child is None:
             if current.history is not None or current.checkpoint is not None:
                 return
+            parent = current.parent
             if self._nodes.get(current.key) is current:
                 del self._nodes[current.key]
-            if current.parent is not None:
-                current.parent.children.discard(current)
-            current = current.parent
+                _unlink(current)
+            current = parent
 
     def subtree(self, node: Node) -> list[Node]:
         """The node and everything under it, children before parents."""
@@ -122,7 +143,7 @@ class Index:
         while stack:
             current = stack.pop()
             found.append(current)
-            stack.extend(current.children)
+            stack.extend(current.children())
         return found[::-1]
 
     def problems(self) -> list[str]:
@@ -133,7 +154,8 @@ class Index:
             if node.parent is not None:
                 if self._nodes.get(node.parent.key) is not node.parent:
                     found.append(f"node {name}: its parent is not in the index")
-                if node not in node.parent.children:
+                known = node.parent.child if node.newer is None else node.newer.older
+                if known is not node:
                     found.append(f"node {name}: its parent does not know it")
                 if node.depth != node.parent.depth + 1:
                     found.append(f"node {name}: wrong depth {node.depth}")
@@ -145,18 +167,13 @@ class Index:
                 found.append(f"node {name}: a leaf that carries nothing")
         return found
 
-    def _lookup(self, key: bytes, content: bytes, parent: Node | None) -> Node | None:
-        node = self._nodes.get(key)
-        if node is None or node.parent is not parent or node.content != content:
-            return None
-        return node
 
-    def _make(self, key: bytes, content: bytes, parent: Node | None) -> Node | None:
-        node = self._nodes.get(key)
-        if node is not None:
-            return node if node.parent is parent and node.content == content else None
-        node = Node(key, content, parent, 0 if parent is None else parent.depth + 1)
-        self._nodes[key] = node
-        if parent is not None:
-            parent.children.add(node)
-        return node
+def _unlink(node: Node) -> None:
+    parent, older, newer = node.parent, node.older, node.newer
+    if older is not None:
+        older.newer = newer
+    if newer is not None:
+        newer.older = older
+    elif parent is not None:
+        parent.child = older
+    node.older = node.newer = None

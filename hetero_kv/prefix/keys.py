@@ -6,6 +6,7 @@ only a miss.
 """
 
 import dataclasses
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Mapping
@@ -17,6 +18,7 @@ from hetero_kv.prefix.identity import Identity
 
 Digest = Callable[[bytes], bytes]
 MAX_TOKEN = 2**31 - 1
+_WORD = np.dtype("<u4")
 _SHA256_HEX = re.compile(r"[0-9a-f]{64}")
 
 
@@ -73,23 +75,42 @@ def block_keys(
         _check_placeholders(tokens, media, identity.placeholders)
         if not isinstance(tenant, str):
             raise _NotCacheable(f"tenant must be a string, got {type(tenant).__name__}")
-        root_content = encode(("hetero_kv root", identity.digest, tenant, adapter))
+        root_content = _root_content(identity.digest, tenant, adapter)
     except (_NotCacheable, UnicodeEncodeError) as error:
         return Keys(length=length, refusal=str(error))
     size = identity.block
     blocks = length // size
-    raw = tokens[: blocks * size].astype("<u4").tobytes()
-    contents = [raw[4 * size * i : 4 * size * (i + 1)] for i in range(blocks)]
+    raw = tokens[: blocks * size].astype(_WORD, copy=False).tobytes()
+    contents = [raw[i : i + 4 * size] for i in range(0, len(raw), 4 * size)]
     for start, length, sha in media:
         # A block's tokens have a fixed size and items are framed: the content stays injective.
         for i in range(start // size, min(blocks, -(-(start + length) // size))):
             contents[i] += encode((start, length, sha))
-    root = key = digest(root_content)
+    root = digest(root_content)
+    keys = _chain(root, contents) if digest is sha256 else _chain_by(digest, root, contents)
+    return Keys(root, root_content, tuple(keys), tuple(contents), length)
+
+
+def _chain(key: bytes, contents: list[bytes]) -> list[bytes]:
+    """`_chain_by(sha256, …)`, which is most of what a lookup costs."""
+    hashed, keys = hashlib.sha256, []
+    for content in contents:
+        key = hashed(key + content).digest()
+        keys.append(key)
+    return keys
+
+
+def _chain_by(digest: Digest, key: bytes, contents: list[bytes]) -> list[bytes]:
     keys = []
     for content in contents:
         key = digest(key + content)
         keys.append(key)
-    return Keys(root, root_content, tuple(keys), tuple(contents), length)
+    return keys
+
+
+@functools.lru_cache(maxsize=1024)
+def _root_content(identity: bytes, tenant: str, adapter: str) -> bytes:
+    return encode(("hetero_kv root", identity, tenant, adapter))
 
 
 def _tokens(tokens: np.ndarray) -> np.ndarray:
@@ -99,7 +120,8 @@ def _tokens(tokens: np.ndarray) -> np.ndarray:
         raise _NotCacheable(f"tokens are not an array: {error}") from error
     if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and tokens.size):
         raise _NotCacheable(f"tokens must be integers [n], got {tokens.dtype}{tokens.shape}")
-    if tokens.size and (tokens.min() < 0 or tokens.max() > MAX_TOKEN):
+    # A negative token is a large unsigned one.
+    if tokens.size and tokens.view(tokens.dtype.str.replace("i", "u")).max() > MAX_TOKEN:
         raise _NotCacheable(f"a token is outside 0 .. {MAX_TOKEN}")
     return tokens
 

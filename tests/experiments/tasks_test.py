@@ -1,5 +1,7 @@
 """Tasks: batches depend on step and seed alone, and ask only what can be known."""
 
+import itertools
+
 import numpy as np
 from absl.testing import absltest, parameterized
 
@@ -101,7 +103,7 @@ class CorpusTest(absltest.TestCase):
     def test_files_are_split_whole_and_in_path_order(self):
         files = [(f"pkg/m{i}.py", b"x = %d\n" % i) for i in range(200)]
         built = corpus.build(reversed(files))
-        self.assertCountEqual(sum((list(part) for part in built.files.values()), []), files)
+        self.assertCountEqual([*itertools.chain(*built.files.values())], files)
         self.assertEqual(list(built.files["train"]), sorted(built.files["train"]))
         self.assertBetween(len(built.files["train"]), 160, 195)
         joined = b"\n\n".join(content for _, content in built.files["val"])
@@ -116,7 +118,7 @@ class CorpusTest(absltest.TestCase):
     def test_the_standard_library_is_large_and_leaves_out_tests_and_packages(self):
         built = corpus.stdlib()
         self.assertGreater(len(built.text("train")), 4_000_000)
-        for path, _ in sum(built.files.values(), ()):
+        for path, _ in itertools.chain(*built.files.values()):
             self.assertNotRegex(path, r"(^|/)(test|site-packages|encodings/)")
 
     def test_documents_come_from_one_split(self):

@@ -15,7 +15,7 @@ import numpy as np
 from absl.testing import absltest, parameterized
 
 import models
-from experiments import checkpoint, config_tools, metrics_writer, optimizer, tasks, training
+from experiments import checkpoint, config_tools, optimizer, tasks, training
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RECALL = str(ROOT / "configs" / "train_recall.py")
@@ -23,9 +23,7 @@ RECALL = str(ROOT / "configs" / "train_recall.py")
 
 def tiny(workdir, **changes):
     """The recall configuration at the smallest size that still has every part."""
-    task = tasks.Recall(
-        batch_size=4, length=32, pairs=2, gap=4, vocab=16, eval_batches=1
-    )
+    task = tasks.Recall(batch_size=4, length=32, pairs=2, gap=4, vocab=16, eval_batches=1)
     config = config_tools.load(RECALL)
     config.task = task
     small = {
@@ -183,9 +181,7 @@ class IndexerTest(TemporaryTest):
         @jax.jit
         def grads(weight):
             def loss(params):
-                return training.objective(
-                    model, params, batch, select="topk", kl_weight=weight
-                )[0]
+                return training.objective(model, params, batch, select="topk", kl_weight=weight)[0]
 
             return jax.grad(loss)(params)
 

@@ -21,6 +21,7 @@ from tests.oracle.trace import Trace
 TOKENS = 20  # more than csa_ratio * (index_topk + 1), so that entries are left out
 STEP = 1e-5
 TOLERANCE = 1e-3  # of a gradient's norm; float32 against float64
+FLOOR = 1e-6  # some gradients nearly vanish: of one stream's gates, which norms take out again
 
 Weights = dict[str, np.ndarray]
 
@@ -65,19 +66,19 @@ def assert_gradient(value, weights: Weights, gradient: Weights, names: list[str]
             value({**weights, name: weights[name] + sign * STEP * direction}) for sign in (1, -1)
         )
         error = abs((up - down) / (2 * STEP) - np.sum(gradient[name] * direction))
-        assert error <= TOLERANCE * norm + 1e-6, (name, error, norm)
-        worst = max(worst, error / max(norm, 1e-30))
+        assert error <= TOLERANCE * norm + FLOOR, (name, error, norm)
+        worst = max(worst, error / max(norm, FLOOR / TOLERANCE))
     return worst
 
 
 @pytest.mark.parametrize("name", ("v4", "full_mixed", "no_overlap", "full"))
-def test_gradient_of_every_weight(name: str, record_property) -> None:
+def test_gradient_of_every_weight(name: str) -> None:
     made, params = tiny.model(name)
     floats, join = split(params)
     shape = (TOKENS, made.config.vocab_size)
     probe = np.random.default_rng(1).normal(size=shape) / TOKENS
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=tiny.FAST_COMPILE)
     def gradient(floats: list[jax.Array]) -> list[jax.Array]:
         def loss(floats: list[jax.Array]) -> jax.Array:
             logits = made.forward(join(floats), row()[None])
@@ -101,7 +102,7 @@ def test_gradient_of_every_weight(name: str, record_property) -> None:
     rest = [n for n in learned if n not in choosing]
     for tensor in rest:
         assert found[tensor].any(), tensor
-    record_property("error", assert_gradient(value, weights, found, rest))
+    print("error", assert_gradient(value, weights, found, rest))
 
 
 # -- the indexer ---------------------------------------------------------------------------------
@@ -120,7 +121,7 @@ def indexer_run(select: str) -> tuple[np.ndarray, dict, Params]:
     """Logits of one row, auxiliaries, and the gradient of the indexer's loss."""
     made, params = csa_model()
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=tiny.FAST_COMPILE)
     def run(params: Params) -> tuple:
         def loss(params: Params) -> tuple:
             logits, aux = made.forward(params, row()[None], aux=True, select=select)
@@ -208,9 +209,9 @@ def test_indexer_loss_and_targets(select: str) -> None:
 
 
 @pytest.mark.parametrize("select", ("topk", "all"))
-def test_indexer_loss_reaches_the_indexer_only(select: str, record_property) -> None:
+def test_indexer_loss_reaches_the_indexer_only(select: str) -> None:
     made, params = csa_model()
-    _, aux, gradient = indexer_run(select)
+    gradient = indexer_run(select)[2]
     found = named(made, gradient)
     weights = named(made, params)
     own = [name for name in found if "indexer" in name]
@@ -223,7 +224,7 @@ def test_indexer_loss_reaches_the_indexer_only(select: str, record_property) -> 
     def value(weights: Weights) -> float:
         return kl(oracle.forward(made.config, weights, row(), forced)[1], targets)
 
-    record_property("error", assert_gradient(value, weights, found, own))
+    print("error", assert_gradient(value, weights, found, own))
 
 
 def test_select_all_differs_from_topk_only_where_entries_are_left_out() -> None:

@@ -47,18 +47,18 @@ def test_one_compile_per_call_size_and_one_for_decode(fresh: Decoder, compiled: 
         part = np.ones((2, max(valid)), np.int32)
         _, cache = fresh.prefill(params, part, cache, np.array(valid))
         _, cache = fresh.decode_step(params, zeros + 1, cache, on)
-        _, cache = fresh.decode_step(params, zeros + 2, cache)
+        _, cache = fresh.decode_step(params, zeros + 2, cache, on)
     assert list(cache.length) == [31 + 12, 29 + 12]
     _, cache = fresh.decode_step(params, zeros, cache, jnp.array([True, False]))
     _, cache = fresh.decode_step(params, zeros, cache, ~on)
 
     # A full row, restored leaves and a row that starts over are the same graph too.
     cache = cache.replace(length=jnp.array([tiny.CAPACITY, 3], jnp.int32))
-    _, cache = fresh.decode_step(params, zeros, cache)
+    _, cache = fresh.decode_step(params, zeros, cache, on)
     cache = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), cache)
-    _, cache = fresh.decode_step(params, zeros, cache)
+    _, cache = fresh.decode_step(params, zeros, cache, on)
     cache = state.reset_row(fresh.cache_spec, cache, 0)
-    _, cache = fresh.decode_step(params, zeros, cache)
+    _, cache = fresh.decode_step(params, zeros, cache, on)
     assert fresh._step._cache_size() == 1
     assert fresh._call._cache_size() == len(fresh.call_sizes)
 
@@ -66,6 +66,18 @@ def test_one_compile_per_call_size_and_one_for_decode(fresh: Decoder, compiled: 
     _, cache = fresh.decode_step(params, np.zeros(2, np.int32), cache, np.zeros(2, bool))
     assert [name for name in compiled if "step" in name] == ["jit(step)"]
     assert [name for name in compiled if "call" in name] == ["jit(call)"] * 2
+
+
+def test_bits_of_a_row_do_not_depend_on_its_mates(fresh: Decoder) -> None:
+    params = tiny.model(NAME)[1]
+    runs = []
+    for mate in (0, 3, 16, 17, 40):  # which runs beside it, in its call or in a larger one
+        valid = np.array([35, mate])
+        logits, cache = fresh.prefill(params, tiny.tokens()[:, :40], tiny.empty(fresh), valid)
+        runs.append([logits[0, :35], *(leaf[:, 0] for leaf in jax.tree.leaves(cache.layers))])
+    for run in runs[1:]:
+        for one, two in zip(runs[0], run, strict=True):
+            np.testing.assert_array_equal(one, two)
 
 
 def test_the_cache_is_donated(fresh: Decoder) -> None:

@@ -26,6 +26,7 @@ from tests.oracle.trace import Trace
 ROWS = 2
 CAPACITY = 64
 CHUNK = 16
+FAST_COMPILE = {"xla_backend_optimization_level": 0}  # for what is compiled here and run once
 
 BASE = DecoderConfig(
     vocab_size=61,
@@ -184,7 +185,7 @@ def copy(cache: Cache) -> Cache:
 def forward(name: str) -> np.ndarray:
     """Logits f32[ROWS, CAPACITY, V] of the differentiable forward."""
     made, params = model(name)
-    return np.asarray(jax.jit(made.forward)(params, tokens()))
+    return np.asarray(jax.jit(made.forward, compiler_options=FAST_COMPILE)(params, tokens()))
 
 
 @functools.cache

@@ -1,0 +1,92 @@
+"""A store of sizes: the catalog, policies and counters of `PrefixStore` without any bytes.
+
+For trace replay and for timing the control plane. What a prefill would have computed is taken as
+given: whoever publishes says how far it went.
+"""
+
+import functools
+from collections.abc import Sequence
+
+from hetero_kv.contract import CacheSpec
+from hetero_kv.metrics import Counters, series
+from hetero_kv.prefix.catalog import Catalog
+from hetero_kv.prefix.host import HostTier
+from hetero_kv.prefix.index import KINDS
+from hetero_kv.prefix.keys import Keys
+from hetero_kv.prefix.lease import Lease
+from hetero_kv.prefix.payload import SizedPayload
+from hetero_kv.prefix.plan import Geometry, plan
+from hetero_kv.prefix.policy import Policy
+
+
+class SizedStore:
+    """Prefixes by size.
+
+    Args:
+        geometry: block, granularity and components.
+        block_bytes: of the history group of one block. checkpoint_bytes: of one checkpoint.
+        capacity: bytes for both kinds together.
+        policy: as for PrefixStore.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        block_bytes: int,
+        checkpoint_bytes: int,
+        *,
+        capacity: int,
+        policy: Policy | str = "full",
+    ):
+        self.geometry = geometry
+        self.policy = Policy.named(policy) if isinstance(policy, str) else policy
+        self.counters = Counters()
+        self.catalog = Catalog(geometry, HostTier(capacity), self.policy, self.counters)
+        self._block = SizedPayload(block_bytes)  # one object stands for all: nothing changes it
+        self._checkpoint = SizedPayload(checkpoint_bytes)
+        self._planner = functools.partial(plan, replay=self.policy.checkpoints.replay)
+
+    @classmethod
+    def of(cls, spec: CacheSpec, **options) -> "SizedStore":
+        """The sizes of a model's cache; a middle block stands for all."""
+        return cls(Geometry.of(spec), spec.block_bytes(), spec.checkpoint_bytes(), **options)
+
+    def lookup(self, keys: Keys, length: int | None = None) -> Lease:
+        """Pins what a prompt of `length` tokens (None: that of the keys) can resume."""
+        length = keys.length if length is None else length
+        lease = self.catalog.open(keys, length, self._planner)
+        counters, found = self.counters, lease.plan
+        counters.add("lookups_total")
+        counters.add("prompt_tokens_total", length)
+        counters.add("candidate_tokens_total", found.candidate_length)
+        counters.add("resumable_tokens_total", found.resumable_length)
+        for reason in found.reasons:
+            counters.add("shortened_total", component=reason.component, code=reason.code)
+        return lease
+
+    def publish(self, keys: Keys, blocks: int, points: Sequence[int] = ()) -> str:
+        """Stores the first `blocks` blocks and the checkpoints at `points` (ascending, tokens).
+
+        Returns "" or the reason why the rest was left out.
+        """
+        catalog, size = self.catalog, self.geometry.block
+        path, reason = catalog.hold(keys, blocks), ""
+        try:
+            if len(path) < blocks:
+                missing = [self._block] * (blocks - len(path))
+                reason = catalog.add_history(keys, path, *missing)
+            for stop in (x // size for x in points) if self.geometry.checkpoint else ():
+                end = path[:stop]
+                if len(end) == stop and not reason and not catalog.has_checkpoint(end):
+                    reason = catalog.add_checkpoint(end, self._checkpoint)
+        finally:
+            catalog.let_go(path)
+        if reason:
+            self.counters.add("publish_cut_total", reason=reason)
+        self.counters.add("publishes_total")
+        return reason
+
+    def metrics(self) -> dict[str, int]:
+        """Counters and gauges by name."""
+        used = {series("host_used_bytes", kind=kind): self.catalog.used[kind] for kind in KINDS}
+        return {**self.counters.snapshot(), **used}

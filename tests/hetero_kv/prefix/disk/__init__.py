@@ -1,0 +1,1 @@
+"""Tests of the disk tier: durability, damage, faults, limits."""
