@@ -12,8 +12,6 @@ from safetensors import numpy as safetensors
 import models
 from experiments import train_config
 
-DTYPES = ("float32", "bfloat16", "float16")
-
 
 def export(
     params: dict,
@@ -30,8 +28,8 @@ def export(
     Returns:
       The bytes of both files.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"{dtype=} is not one of {DTYPES}")
+    if dtype not in train_config.EXPORT_DTYPES:
+        raise ValueError(f"{dtype=} is not one of {train_config.EXPORT_DTYPES}")
     weights, settings = _paths(path)
     weights.parent.mkdir(parents=True, exist_ok=True)
     tensors = {}

@@ -35,7 +35,9 @@ def flash_spec(block: int, chunk: int = 128, window: int = 128) -> CacheSpec:
     few rows a layer, empty at block ends but for the overlap) are left out, as in the published
     sizes. Exact replay takes 43 * 127 tokens, on a chunk grid of 128 that is 5,504.
     """
-    row = Leaf(contract=Window(window), component="windows", rows=window, width=(ENTRY,), dtype="u1")
+    row = Leaf(
+        contract=Window(window), component="windows", rows=window, width=(ENTRY,), dtype="u1"
+    )
 
     def history(ratio: int, width: int, component: str) -> Leaf:
         return Leaf(contract=History(ratio), component=component, width=(width,), dtype="u1")

@@ -38,8 +38,6 @@ def trained_model(
     if config.train:
         recipe = config_tools.load(scenario.train_config)
         recipe.workdir = str(pathlib.Path(config.workdir) / "train" / scenario.name)
-        changes = dict(x.split("=", 1) for x in scenario.train_overrides.split(";") if x)
-        config_tools.override(recipe, {k: cli.literal(v) for k, v in changes.items()})
         params = training.run(recipe).params
     else:
         recipe, params = checkpoint.load(scenario.checkpoint)

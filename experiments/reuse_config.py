@@ -15,11 +15,10 @@ class Scenario:
     name: str = "recall"
     kind: str = "recall"  # "recall": answers are known; "text": the cold run's answer is the truth
     checkpoint: str = "experiments/checkpoints/recall_hybrid"
-    train_config: str = "configs/train_recall.py"  # what `train` runs to make the checkpoint anew
-    train_overrides: str = ""  # "path=value;path=value" on top of it
+    train_config: str = "configs/train_demo_recall.py:hybrid"  # makes the checkpoint anew
     requests: int = 240
     documents: int = 12
-    document_tokens: int = 96  # a multiple of the chunk, so that whole documents can be resumed
+    document_tokens: int = 128  # a multiple of the chunk, so that whole documents can be resumed
     question_tokens: int = 16
     answer_tokens: int = 0  # decoded greedily after the question
     popularity: float = 0.6  # documents are drawn with probability 1 / rank ** popularity
@@ -49,7 +48,7 @@ class ReuseConfig:
         default_factory=lambda: Scenario(
             name="control",
             checkpoint="experiments/checkpoints/recall_full",
-            train_overrides="model.layer_types=('full','full')",
+            train_config="configs/train_demo_recall.py:control",
         )
     )
     scenarios: tuple[str, ...] = ("recall", "text", "control")

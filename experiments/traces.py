@@ -144,14 +144,14 @@ class GeneratorConfig:
     requests: int = 12_031
     seconds: float = 3_537.0  # what would arrive later is cut off
     seed: int = 0
-    follow: float = 0.3  # probability that a first turn is followed by another
-    turns: float = 0.7  # the same for later turns
-    first_median: float = 6_300.0  # tokens of a first prompt
-    first_sigma: float = 1.1
-    more_median: float = 1_500.0  # tokens that a later turn adds
-    more_sigma: float = 1.5
-    gap_median_s: float = 114.0
-    gap_sigma: float = 1.18  # p90 over median = exp(1.28 sigma)
+    follow: float = 0.257  # probability that a first turn is followed by another
+    turns: float = 0.576  # the same for later turns
+    first_median: float = 5_360.0  # tokens of a first prompt
+    first_sigma: float = 1.18
+    more_median: float = 604.0  # tokens that a later turn adds
+    more_sigma: float = 1.92
+    gap_median_s: float = 145.0
+    gap_sigma: float = 1.19  # p90 over median = exp(1.28 sigma)
     hot_prompts: tuple[int, ...] = (12, 7, 5)  # blocks of each system prompt (agent)
     longest: int = 126_000  # tokens
 
@@ -208,12 +208,14 @@ def agent_config(**fields: object) -> GeneratorConfig:
         kind="agent",
         requests=23_608,
         seconds=3_600.0,
-        follow=0.35,
-        turns=0.35,
-        first_median=1_500.0,
+        follow=0.146,
+        turns=0.347,
+        first_median=2_540.0,
         first_sigma=1.0,
-        more_median=700.0,
+        more_median=1_470.0,
         more_sigma=1.0,
+        gap_sigma=1.18,
+        gap_median_s=114.0,
     )
     return GeneratorConfig(**{**defaults, **fields})
 

@@ -9,6 +9,7 @@ from models import config as model_config
 # Fields that change neither the parameters a step produces nor the rows that are logged: a run may
 # be resumed under other values of these, and of nothing else.
 FREE_FIELDS = ("workdir", "checkpoint_every", "keep", "tensorboard", "export", "export_dtype")
+EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -76,6 +77,8 @@ class TrainConfig:
             )
         if self.optimizer.name not in ("adamw", "muon"):
             raise ValueError(f"{self.optimizer.name=} is neither adamw nor muon")
+        if self.export_dtype not in EXPORT_DTYPES:
+            raise ValueError(f"{self.export_dtype=} is not one of {EXPORT_DTYPES}")
         for name in ("steps", "eval_every", "log_every", "checkpoint_every", "keep"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")

@@ -107,21 +107,6 @@ class Lru(Eviction[Item]):
         return iter(self._items)
 
 
-class Fifo(Lru[Item]):
-    """Oldest first, used or not."""
-
-    def touch(self, item):
-        """Nothing."""
-
-    def refresh(self, item):
-        """Nothing."""
-
-    def touch_all(self, items):
-        """Nothing."""
-
-    refresh_all = touch_all
-
-
 class _Ranked(Eviction[Item]):
     """A heap of (rank, time of the last use, item); entries that were replaced are skipped."""
 
@@ -163,6 +148,14 @@ class _Ranked(Eviction[Item]):
         entry = self.parked.pop(item, None)
         if entry is not None:
             heapq.heappush(self._heap, entry)
+
+
+class Fifo(_Ranked[Item]):
+    """Oldest first, used or not."""
+
+    def add(self, item, key=None, nbytes=1, depth=0, cost=1.0):
+        """The newest."""
+        self._put(item, 0)
 
 
 class Lfu(_Ranked[Item]):

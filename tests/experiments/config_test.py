@@ -10,7 +10,8 @@ from experiments import cli, config_tools, tasks, train_config
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RECALL = str(ROOT / "configs" / "train_recall.py")
-CONFIGS = sorted(str(path) for path in (ROOT / "configs").glob("train_*.py"))
+CONTROL = str(ROOT / "configs" / "train_demo_recall.py") + ":control"
+CONFIGS = [*sorted(str(path) for path in (ROOT / "configs").glob("train_*.py")), CONTROL]
 
 
 class OverrideTest(parameterized.TestCase):
@@ -42,6 +43,11 @@ class OverrideTest(parameterized.TestCase):
     )
     def test_tuples_may_be_written_without_quotes(self, given, passed):
         self.assertEqual(cli.prepare([given], RECALL), [passed])
+
+    def test_a_word_after_the_file_reaches_get_config(self):
+        self.assertEqual(config_tools.load(CONTROL).model.layer_types, ("full", "full"))
+        flag = f"--config={CONTROL}"
+        self.assertEqual(cli.prepare([flag], RECALL), [flag])
 
     def test_a_missing_file_is_named(self):
         with self.assertRaisesRegex(ValueError, "--config=none.py: no such file"):
@@ -77,6 +83,7 @@ class JsonTest(parameterized.TestCase):
         ({"optimizer.name": "sgd"}, "sgd"),
         ({"eval_every": 0}, "eval_every"),
         ({"workdir": ""}, "workdir"),
+        ({"export_dtype": "int8"}, "int8"),
         ({"task.gap": 200}, "no room"),
     )
     def test_inconsistent_values_are_refused(self, changes, message):

@@ -215,6 +215,10 @@ class ExportTest(TemporaryTest):
         rounded = jax.tree.map(lambda x: x.astype(dtype).astype(x.dtype), params)
         self.assertTrue(equal(loaded, rounded))
 
+    def test_a_run_exports_what_it_trained(self):
+        result = training.run(tiny(self.dir / "run", export=str(self.dir / "model")))
+        self.assertTrue(equal(checkpoint.load(self.dir / "model")[1], result.params))
+
     def test_a_run_can_start_from_an_export(self):
         config = tiny(self.dir / "run", init_from=str(self.dir / "model"))
         params = models.build(config.model).init(jax.random.key(7))

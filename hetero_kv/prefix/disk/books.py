@@ -12,7 +12,7 @@ from hetero_kv.prefix.disk.segment import Place, Segment
 from hetero_kv.prefix.host import Ticket
 from hetero_kv.prefix.payload import ArrayPayload
 
-INDEX_BASE = 1 << 16  # bytes that the index may take before it holds anything
+INDEX_LEAST, INDEX_MOST = 1 << 16, 1 << 22  # bytes of the index before it holds anything
 _DEAD_PART = 16  # compaction copies at most so many bytes for one that it gains
 _ROW = 320  # bytes that the index may take for an object, without key and meta
 
@@ -88,6 +88,7 @@ class Books:
 
     def __init__(self, capacity: int, reserve: int):
         self.capacity = capacity
+        self.index_base = min(max(INDEX_LEAST, capacity >> 8), INDEX_MOST)
         self.reserve = reserve  # bytes for compaction only
         self.entries: dict[int, Entry] = {}
         self.by_key: dict[tuple[str, bytes], Entry] = {}
@@ -96,7 +97,8 @@ class Books:
         self.live: dict[int, int] = {}  # bytes per segment
         self.ignored: list[Ignored] = []
         self.queued = 0  # bytes
-        self.index_bytes = 0
+        self.queued_index = 0  # bytes that the index may take for what waits
+        self.index_bytes = 0  # and for what is placed
         self.index_bytes_written = 0  # as of the last commit: until the next it may be as large
 
     # -- objects -----------------------------------------------------------------------------
@@ -105,16 +107,15 @@ class Books:
         """A new object, waiting or placed."""
         self.entries[entry.generation] = entry
         self.by_key[entry.kind, entry.key] = entry
-        self.index_bytes += entry.index_bytes
         if entry.segment is None:
-            self.queued += entry.record_bytes
+            self._queue(entry, 1)
         else:
             self._join(entry)
 
     def place(self, entry: Entry, segment: Segment, place: Place) -> None:
         """The object was written, or moved."""
         if entry.segment is None:
-            self.queued -= entry.record_bytes
+            self._queue(entry, -1)
             entry.header = entry.payload = None
         else:
             self._leave(entry)
@@ -128,20 +129,25 @@ class Books:
         del self.entries[entry.generation]
         if self.by_key.get((entry.kind, entry.key)) is entry:
             del self.by_key[entry.kind, entry.key]
-        self.index_bytes -= entry.index_bytes
         if entry.segment is None:
-            self.queued -= entry.record_bytes
+            self._queue(entry, -1)
         else:
             self._leave(entry)
         return True
 
+    def _queue(self, entry: Entry, sign: int) -> None:
+        self.queued += sign * entry.record_bytes
+        self.queued_index += sign * entry.index_bytes
+
     def _join(self, entry: Entry) -> None:
         number = entry.segment.number
+        self.index_bytes += entry.index_bytes
         self.members[number][entry.generation] = entry
         self.live[number] += entry.record_bytes
 
     def _leave(self, entry: Entry) -> None:
         number = entry.segment.number
+        self.index_bytes -= entry.index_bytes
         del self.members[number][entry.generation]
         self.live[number] -= entry.record_bytes
 
@@ -174,7 +180,7 @@ class Books:
     @property
     def index_charge(self) -> int:
         """What the index may take."""
-        return INDEX_BASE + max(self.index_bytes, self.index_bytes_written)
+        return self.index_base + max(self.index_bytes, self.index_bytes_written)
 
     @property
     def free(self) -> int:
@@ -188,8 +194,15 @@ class Books:
         ahead = 4 + 2 * self.queued // self.reserve  # segments that will be begun, at most
         overhead = SEGMENT_HEADER * (len(self.segments) + ahead) + self.index_charge
         stuck = sum(self.dead(x) for x in self.segments.values() if not self.worth_compacting(x))
-        taken = overhead + stuck + sum(self.live.values()) + self.queued
+        taken = overhead + stuck + sum(self.live.values()) + self.queued + self.queued_index
         return self.capacity - self.reserve - taken
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether further records of so many bytes will find room."""
+        ahead = SEGMENT_HEADER * (4 + 2 * self.queued // self.reserve)
+        if nbytes + self.queued + self.queued_index + ahead + self.reserve <= self.free:
+            return True  # without giving anything back
+        return nbytes <= self.room
 
     def ledger(self) -> Ledger:
         """See Ledger."""
@@ -227,7 +240,7 @@ class Books:
         for name, want, have in (
             ("live", sum(x.record_bytes for x in placed), ledger.live),
             ("queued", sum(x.record_bytes for x in waiting), ledger.queued),
-            ("index", sum(x.index_bytes for x in self.entries.values()), self.index_bytes),
+            ("index", sum(x.index_bytes for x in placed), self.index_bytes),
             ("members", len(placed), sum(map(len, self.members.values()))),
             ("keys", len(self.entries), len(self.by_key)),
         ):

@@ -20,11 +20,8 @@ from collections.abc import Iterable, Mapping
 
 import xxhash
 
-from hetero_kv.prefix.encoding import encode
-
 NAME = "index.sqlite"
 SCHEMA = 1
-LOG_LIMIT = 1 << 15  # bytes of log after which it is moved into the database
 _TABLES = """
 CREATE TABLE about (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE segments (
@@ -58,7 +55,13 @@ class Row:
 
     def sum(self) -> int:
         """Checksum of the columns."""
-        return xxhash.xxh3_64_intdigest(encode(self.values()))
+        kind = self.kind.encode()
+        sizes = (len(kind), len(self.key), len(self.meta))
+        numbers = (self.generation, self.segment, self.start, self.header_bytes)
+        numbers += (self.payload_bytes, self.depth, *sizes)
+        # Sizes before what they are the sizes of: no two rows share these bytes.
+        body = b"".join((b"%d %d %d %d %d %d %d %d %d:" % numbers, kind, self.key, self.meta))
+        return xxhash.xxh3_64_intdigest(body)
 
 
 @dataclasses.dataclass(slots=True)
@@ -93,8 +96,9 @@ class Loaded:
 class CatalogDb:
     """Read once when the tier opens, written by its flushes. No method raises."""
 
-    def __init__(self, directory: pathlib.Path, identity: bytes):
+    def __init__(self, directory: pathlib.Path, identity: bytes, log_limit: int = 1 << 15):
         self.path = directory / NAME
+        self._log_limit = log_limit  # bytes of log after which it is moved into the database
         self._identity = identity
         self._db: sqlite3.Connection | None = None
 
@@ -231,5 +235,5 @@ class CatalogDb:
 
     def _shorten(self) -> None:
         log = self.path.with_name(NAME + "-wal")
-        if self._db is not None and log.exists() and log.stat().st_size > LOG_LIMIT:
+        if self._db is not None and log.exists() and log.stat().st_size > self._log_limit:
             self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()

@@ -45,7 +45,8 @@ class Committer:
         """
         writer = self._writer
         failures = self._kill_again()
-        dirty, writer.dirty = writer.dirty, set()
+        with self._lock:
+            dirty, writer.dirty = writer.dirty, set()
         for segment in sorted(dirty, key=lambda x: x.number):
             with segment.used() as fd:
                 if fd < 0:
@@ -66,7 +67,8 @@ class Committer:
         return failures[0] if failures else ""
 
     def _kill_again(self) -> list[str]:
-        again, self._writer.unkilled = self._writer.unkilled, []
+        with self._lock:
+            again, self._writer.unkilled = self._writer.unkilled, []
         for segment, offset in again:
             self._writer.kill(segment, offset)
         return ["kill"] if self._writer.unkilled else []
@@ -76,8 +78,8 @@ class Committer:
         writer = self._writer
         if writer.head is segment:
             writer.head = None
-        writer.dirty.add(segment)
         with self._lock:
+            writer.dirty.add(segment)
             members = self._books.members[segment.number].values()
             lost = [x for x in members if x.row is None or x.row.segment != segment.number]
         for entry in lost:
@@ -89,14 +91,15 @@ class Committer:
             removed, self.removed = self.removed, []
             alive = self._books.entries
             added = [x for x in self._writer.added.values() if alive.get(x.generation) is x]
-            everything = [x for x in alive.values() if x.segment is not None]
+            if self.index_reason:
+                added = [x for x in alive.values() if x.segment is not None]
             index_bytes = self._books.index_bytes
         gone, self._writer.gone, self._writer.added = self._writer.gone, set(), {}
         if self.index_reason:
             self.extents = {}
-            for entry in everything:
+            removed = []
+            for entry in added:
                 entry.row = None
-            added, removed = everything, []
         removed = [x for x in removed if x.row is not None]
         touched = self._take_rows(removed + [x for x in added if x.row is not None])
         for number in gone:

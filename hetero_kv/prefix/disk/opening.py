@@ -53,21 +53,22 @@ def _shrink(
     order: Order, books: Books, writer: Writer, drop: Callable[[Ticket], bool], note: Note
 ) -> None:
     """Keeps to a limit that is lower than what is stored, and leaves room for compaction then."""
+    if books.free >= books.reserve:
+        return
+    least_wanted = sorted(map(Stored.of, books.entries.values()), key=order, reverse=True)
+
+    def drop_one() -> None:
+        one = least_wanted.pop()
+        note("disk_shrunk_bytes_total", one.nbytes)
+        drop(one.ticket)
+        books.index_bytes_written = books.index_bytes  # it shrinks with the first commit
+
     if books.free < 0:
-        for one in sorted(map(Stored.of, books.entries.values()), key=order):
-            if books.room >= 0:
-                break
-            note("disk_shrunk_bytes_total", one.nbytes)
-            drop(one.ticket)
-            books.index_bytes_written = books.index_bytes  # it shrinks with the first commit
-    while books.free < 0:
-        if writer.reclaim(force=True):
+        while least_wanted and books.room < 0:
+            drop_one()
+    while books.free < books.reserve:
+        if writer.reclaim(force=books.free < 0):
             continue
-        victims = [x for x in books.segments.values() if x.end]
-        if not victims:
+        if not least_wanted:
             break
-        victim = min(victims, key=lambda x: books.live[x.number])
-        for entry in list(books.members[victim.number].values()):
-            drop(entry.ticket)
-        if not writer.remove_segment(victim):
-            break
+        drop_one()

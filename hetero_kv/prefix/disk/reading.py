@@ -15,14 +15,16 @@ LayoutOf = Callable[[str, int], GroupLayout]
 ABSENT = "absent"
 
 
-def fetched(got: Got, layout: GroupLayout, label: bytes, generation: int) -> Fetched:
+def fetched(got: Got, layout: GroupLayout, generation: int) -> Fetched:
     """The payload, if the record is the one that was asked for, in the layout of this process."""
     if got.header is None:
         return Fetched(None, got.failure, got.component)
-    if got.header.label != label or got.header.generation != generation:
-        return Fetched(None, CORRUPT, "label")
-    stored = [(x.name, x.nbytes) for x in got.header.components]
-    if stored != [(name, stop - start) for name, start, stop in layout.components]:
+    if got.header.generation != generation:
+        return Fetched(None, CORRUPT, "generation")
+    for have, (name, start, stop) in zip(got.header.components, layout.components, strict=False):
+        if have.name != name or have.nbytes != stop - start:
+            return Fetched(None, CORRUPT, "layout")
+    if len(got.header.components) != len(layout.components):
         return Fetched(None, CORRUPT, "layout")
     checksums = tuple(x.checksum for x in got.header.components)
     return Fetched(ArrayPayload(layout, got.payload, checksums))
@@ -76,7 +78,8 @@ class DiskReader:
             if found is not None:
                 segment, place, generation = found
                 layout = self._layout_of(kind, depth)
-                result = fetched(segment.read(place), layout, label(kind, key, depth), generation)
+                got = segment.read(place, label(kind, key, depth), shared=True)
+                result = fetched(got, layout, generation)
                 if result.payload is not None:
                     return result
                 with self._lock:

@@ -9,6 +9,7 @@ the record; it is not under the checksum. Integers are little-endian.
 """
 
 import dataclasses
+import functools
 import struct
 from collections.abc import Sequence
 
@@ -42,7 +43,7 @@ class Component:
     checksum: int
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Header:
     """What a record says about itself.
 
@@ -63,28 +64,31 @@ class Header:
         """What its payload must be."""
         return label(self.kind, self.key, self.depth)
 
-    @property
+    @functools.cached_property
     def payload_bytes(self) -> int:
         """Bytes of the payload."""
         return sum(x.nbytes for x in self.components)
 
-    @property
+    @functools.cached_property
     def header_bytes(self) -> int:
         """Bytes before the payload."""
         names = sum(_COMPONENT.size + len(x.name.encode()) for x in self.components)
         fixed = PEEK + len(self.kind.encode()) + len(self.key) + len(self.meta)
         return fixed + names + _SUM.size
 
-    @property
+    @functools.cached_property
     def record_bytes(self) -> int:
         """Bytes of the whole record, padding included."""
         return aligned(self.header_bytes + self.payload_bytes)
 
-    def damaged(self, payload: np.ndarray) -> str:
-        """The first component of a payload (u8[payload_bytes]) with a wrong checksum, or ""."""
-        mine, start = self.label, 0
+    def damaged(self, payload: np.ndarray, label: bytes | None = None) -> str:
+        """The first component of a payload (u8[payload_bytes]) with a wrong checksum, or "".
+
+        label: that of the group that it should be, if not what this header says.
+        """
+        mine, start = self.label if label is None else label, 0
         for component in self.components:
-            state = xxhash.xxh3_64(mine + encode(component.name))
+            state = xxhash.xxh3_64(mine + _encoded(component.name))
             state.update(payload[start : start + component.nbytes])
             start += component.nbytes
             if state.intdigest() != component.checksum:
@@ -106,13 +110,18 @@ class SegmentHeader:
         return (body + _SUM.pack(xxhash.xxh3_64_intdigest(body))).ljust(SEGMENT_HEADER, b"\0")
 
 
+@functools.lru_cache(maxsize=1024)
+def _encoded(name: str) -> bytes:
+    return encode(name)
+
+
 def aligned(nbytes: int) -> int:
     """Rounded up to the record grid."""
     return -(-nbytes // ALIGN) * ALIGN
 
 
-def parse_segment(data: bytes, number: int, identity: bytes) -> SegmentHeader | str:
-    """The header of a segment, or why it is not one to use."""
+def parse_segment(data: bytes, number: int, identity: bytes | None) -> SegmentHeader | str:
+    """The header of a segment, or why it is not one to use; identity None: any will do."""
     if len(data) < SEGMENT_HEADER:
         return "truncated"
     magic, version, found, salt, theirs = _SEGMENT.unpack_from(data)
@@ -123,7 +132,9 @@ def parse_segment(data: bytes, number: int, identity: bytes) -> SegmentHeader | 
     (total,) = _SUM.unpack_from(data, _SEGMENT.size)
     if total != xxhash.xxh3_64_intdigest(data[: _SEGMENT.size]) or found != number:
         return "damaged_header"
-    return SegmentHeader(found, salt, theirs) if theirs == identity else "other_identity"
+    if identity not in (None, theirs):
+        return "other_identity"
+    return SegmentHeader(found, salt, theirs)
 
 
 def pack(header: Header, segment: SegmentHeader, offset: int) -> bytes:

@@ -84,8 +84,8 @@ class Segment:
         return cls(files, path, fd, head)
 
     @classmethod
-    def open(cls, files: Files, path: pathlib.Path, identity: bytes, write: bool):
-        """An existing segment, or the reason (a string) why it cannot be used."""
+    def open(cls, files: Files, path: pathlib.Path, identity: bytes | None, write: bool):
+        """An existing segment (identity None: anyone's), or the reason (a string) why not."""
         try:
             fd = files.open(path, write)
         except OSError:
@@ -181,8 +181,14 @@ class Segment:
             except OSError:
                 return False
 
-    def read(self, place: Place) -> Got:
-        """Copies a record out and checks the copy; that it is alive is checked after the copy."""
+    def read(self, place: Place, label: bytes | None = None, shared: bool = False) -> Got:
+        """Copies a record out and checks that the copy is the group that `label` names.
+
+        label: None: whatever group it says it is.
+        shared: the writer is another process, which can tell of a deletion by the state word only:
+            it is read after the copy. (The writer itself knows better, and a read that goes back
+            would end the read-ahead of the operating system.)
+        """
         head = np.empty(place.header_bytes, np.uint8)
         payload = np.empty(place.payload_bytes, np.uint8)
         with self.used() as fd:
@@ -190,7 +196,9 @@ class Segment:
                 return Got(None, None, STALE)
             try:
                 count = self._files.read_into(fd, [head, payload], place.offset)
-                state = self._files.read(fd, len(LIVE), place.offset)
+                state = head[: len(LIVE)].tobytes() if count else b""
+                if shared:
+                    state = self._files.read(fd, len(LIVE), place.offset)
                 removed = not state and self._files.size(fd) == 0
             except OSError:
                 return Got(None, None, UNREADABLE)
@@ -201,7 +209,7 @@ class Segment:
         header = record.parse(head.tobytes(), self.head, place.offset)
         if header is None or header.payload_bytes != payload.nbytes:
             return Got(None, None, CORRUPT, "header")
-        component = header.damaged(payload)
+        component = header.damaged(payload, label)
         return Got(None, None, CORRUPT, component) if component else Got(header, payload)
 
     def scan(self, start: int = SEGMENT_HEADER) -> tuple[list[Found], int]:

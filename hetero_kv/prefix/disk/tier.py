@@ -10,7 +10,7 @@ import pathlib
 import threading
 
 from hetero_kv.metrics import Counters
-from hetero_kv.prefix.disk.books import INDEX_BASE, Books, Entry
+from hetero_kv.prefix.disk.books import INDEX_LEAST, Books, Entry
 from hetero_kv.prefix.disk.catalog_db import CatalogDb
 from hetero_kv.prefix.disk.commit import Committer
 from hetero_kv.prefix.disk.files import Files
@@ -20,11 +20,12 @@ from hetero_kv.prefix.disk.opening import start
 from hetero_kv.prefix.disk.reading import LayoutOf, fetched
 from hetero_kv.prefix.disk.record import HEADER_LIMIT, SEGMENT_HEADER
 from hetero_kv.prefix.disk.results import Flushed, Order, Stored, leaf_first
+from hetero_kv.prefix.disk.write_back import WriteBack
 from hetero_kv.prefix.disk.writer import NO_ROOM, Writer, error_name
 from hetero_kv.prefix.host import CORRUPT, STALE, Fetched, Ticket
 from hetero_kv.prefix.payload import ArrayPayload
 
-SMALLEST = INDEX_BASE + 4 * SEGMENT_HEADER  # bytes of the smallest budget
+SMALLEST = INDEX_LEAST + 4 * SEGMENT_HEADER  # bytes of the smallest budget
 _SEGMENT_LIMIT = 1 << 30  # bytes
 _TRIES = 3  # reads of an object that compaction moves meanwhile
 
@@ -71,23 +72,21 @@ class DiskTier:
         self.counters = Counters() if counters is None else counters
         self.failure = ""  # why the tier is out of use, "" if it is not
         self._layout_of = layout_of
-        self._queue: collections.deque[Entry] = collections.deque()
         self._queue_bytes = queue_bytes
         self._lost: collections.deque[Ticket] = collections.deque(maxlen=1 << 16)
         self._generation = 0
         self._io = threading.RLock()  # for writers, taken before _lock
         self._lock = threading.RLock()  # for the books and the queue
-        self._wake = threading.Condition(self._lock)
-        self._thread: threading.Thread | None = None
         self._guard: DirectoryLock | None = None
-        size = segment_bytes or min(_SEGMENT_LIMIT, max(1 << 14, (capacity - INDEX_BASE) // 32))
+        size = segment_bytes or min(_SEGMENT_LIMIT, max(1 << 14, (capacity - INDEX_LEAST) // 32))
         size = min(size, (capacity - SMALLEST) // 2)
         self._books = Books(capacity, size + SEGMENT_HEADER)
         files = files or Files()
-        self._db = CatalogDb(self.directory, identity)
+        self._db = CatalogDb(self.directory, identity, self._books.index_base // 2)
         shared = (self._books, self._lock, self.counters, self._lose)
         self._writer = Writer(self.directory, identity, size, files, *shared)
         self._committer = Committer(self._writer, self._db, *shared)
+        self._waiting = WriteBack(self._writer.write, self._io, self._lock)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._guard = DirectoryLock(self.directory)
@@ -97,8 +96,7 @@ class DiskTier:
             self._fail("open", error)
             return
         if background:
-            self._thread = threading.Thread(target=self._work, name="disk-tier", daemon=True)
-            self._thread.start()
+            self._waiting.start()
 
     # -- objects -------------------------------------------------------------------------------
 
@@ -121,10 +119,9 @@ class DiskTier:
                 return None
             self._generation = self._committer.last_generation = entry.generation
             self._books.add(entry)
-            self._queue.append(entry)
+            self._waiting.add(entry)
             full = self._books.queued > self._queue_bytes
-            self._wake.notify()
-        if full and self._thread is None:
+        if full and not self._waiting.is_threaded:
             self.write_back()
         return entry.ticket
 
@@ -144,9 +141,9 @@ class DiskTier:
                 component = copy.damaged(label)
                 result = Fetched(None, CORRUPT, component) if component else Fetched(copy)
             else:
-                got = segment.read(place)
+                got = segment.read(place, label)
                 layout = self._layout_of(entry.kind, entry.depth)
-                result = fetched(got, layout, label, ticket.generation)
+                result = fetched(got, layout, ticket.generation)
             with self._lock:
                 if self._books.entries.get(ticket.generation) is not entry:
                     return Fetched(None, STALE)
@@ -193,22 +190,13 @@ class DiskTier:
 
     def write_back(self, most: int = 1 << 30) -> int:
         """Writes up to `most` of what waits, without making it durable. Returns how many."""
-        done = 0
-        with self._io:
-            while done < most:
-                with self._lock:
-                    if not self._queue or self.failure:
-                        break
-                    entry = self._queue.popleft()
-                self._writer.write(entry)
-                done += 1
-        return done
+        return self._waiting.run(most)
 
-    def flush(self) -> Flushed:
-        """Returns when everything put or dropped before is durable, or is known to be lost."""
-        return self._flush()
+    def flush(self, last: bool = False) -> Flushed:
+        """Returns when everything put or dropped before is durable, or is known to be lost.
 
-    def _flush(self, last: bool = False) -> Flushed:
+        last: nothing will follow; for `close`.
+        """
         with self._io:
             if self.failure:
                 return Flushed(False, self.failure, self._take_lost())
@@ -218,6 +206,12 @@ class DiskTier:
         if failure:
             self.counters.add("disk_flush_failures_total", reason=failure)
         return Flushed(not failure and not lost, failure or ("lost" if lost else ""), lost)
+
+    def compact(self, number: int) -> bool:
+        """Rewrites one segment without its dead bytes; True if its file is gone then."""
+        with self._io:
+            segment = self._books.segments.get(number)
+            return segment is not None and self._writer.compact(segment)
 
     def clear(self) -> Flushed:
         """Deletes everything, durably."""
@@ -230,15 +224,13 @@ class DiskTier:
     def close(self) -> Flushed:
         """Flushes and lets another writer in. Any later call does nothing. May be called again."""
         with self._io:
-            flushed = self._flush(last=True)
+            flushed = self.flush(last=True)
             with self._lock:
                 if self.failure == "closed":
                     return flushed
                 self.failure = self.failure or "closed"
-                self._wake.notify_all()
             self._let_go()
-        if self._thread is not None:
-            self._thread.join()
+        self._waiting.join()
         return flushed
 
     # -- books ---------------------------------------------------------------------------------
@@ -262,7 +254,7 @@ class DiskTier:
     def metrics(self) -> dict[str, int]:
         """Gauges by name; the counters are in `counters`."""
         with self._lock:
-            return {"disk_queue_depth": len(self._queue), **self._books.gauges()}
+            return {"disk_queue_depth": len(self._waiting), **self._books.gauges()}
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -272,14 +264,11 @@ class DiskTier:
         if entry.header.header_bytes > HEADER_LIMIT:
             return "header_too_large"
         waiting = self._books.queued
-        if (
-            self._thread is not None
-            and waiting
-            and waiting + entry.record_bytes > self._queue_bytes
-        ):
+        full = waiting and waiting + entry.record_bytes > self._queue_bytes
+        if full and self._waiting.is_threaded:
             return "queue_full"
         need = entry.record_bytes + entry.index_bytes
-        return NO_ROOM if need > self._books.room else ""
+        return "" if self._books.fits(need) else NO_ROOM
 
     def _lose(self, entry: Entry, reason: str) -> None:
         with self._lock:
@@ -305,15 +294,6 @@ class DiskTier:
                 segment.close()
             self._db.close()
             self._books = Books(self.capacity, self._books.reserve)
-            self._queue.clear()
+            self._waiting.stop()
             if self._guard is not None:
                 self._guard.release()
-
-    def _work(self) -> None:
-        while True:
-            with self._wake:
-                while not self._queue and not self.failure:
-                    self._wake.wait()
-                if self.failure:
-                    return
-            self.write_back(most=8)

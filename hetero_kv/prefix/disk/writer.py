@@ -1,7 +1,7 @@
 """The writing side: appending, and giving dead bytes back.
 
-Everything here runs under the tier's lock for writers; `lock` guards the books against readers and
-is never held over a slow operation.
+Everything here but `kill` runs under the tier's lock for writers; `lock` guards the books against
+readers and is never held over a slow operation.
 """
 
 import errno
@@ -56,7 +56,7 @@ class Writer:
             header, payload = entry.header, entry.payload
             if self._books.entries.get(entry.generation) is not entry or payload is None:
                 return  # deleted while it waited
-        segment, reason = self._head_for(header.record_bytes)
+        segment, reason = self._head_for(header.record_bytes, entry.index_bytes)
         if segment is not None:
             try:
                 place = segment.append(header, [payload.buffer])
@@ -78,18 +78,23 @@ class Writer:
     def kill(self, segment: Segment, offset: int) -> None:
         """Marks a record dead; if that fails, `commit` tries again and tells."""
         with segment.used() as fd:
-            if fd < 0:
-                return  # the whole file is gone
+            if fd < 0 or offset >= segment.end:
+                return  # the whole file is gone, or emptied
             try:
                 segment.kill(offset)
-                self.dirty.add(segment)
             except OSError as error:
                 self._counters.add("disk_errors_total", reason=error_name(error), operation="kill")
-                self.unkilled.append((segment, offset))
+                with self._lock:
+                    self.unkilled.append((segment, offset))
+                return
+        with self._lock:
+            self.dirty.add(segment)
 
-    def _head_for(self, size: int, compacting: bool = False) -> tuple[Segment | None, str]:
+    def _head_for(
+        self, size: int, index_bytes: int = 0, compacting: bool = False
+    ) -> tuple[Segment | None, str]:
         """A segment to append `size` bytes to, or None and the reason."""
-        spare = 0 if compacting else self._books.reserve
+        spare = 0 if compacting else self._books.reserve + index_bytes
         for _ in range(4 * len(self._books.segments) + 8):
             head = self.head
             if head is not None and SEGMENT_HEADER < head.end > self._segment_bytes - size:

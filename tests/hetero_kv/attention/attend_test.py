@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hetero_kv.attention import attend, ring
+from hetero_kv.attention import attend, ring, window
 from hetero_kv.attention.call import Call, View
 from hetero_kv.attention.entries import EntryPool
 from hetero_kv.attention.window import WindowBranch
@@ -129,15 +129,18 @@ def window_mask(tokens: int, width: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "width, tokens", [(1, 1), (1, 18), (3, 17), (16, 33), (17, 50), (40, 5), (5, 16)]
+    "width, tokens", [(1, 1), (1, 18), (3, 17), (8, 33), (9, 50), (40, 5), (5, 16)]
 )
-def test_window_in_bands(width: int, tokens: int) -> None:
+def test_window_in_bands(width: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(window, "BAND", 8)
     branch = WindowBranch(width, DIM, "float32")
     q, kv, sinks = draw(2, tokens, HEADS, DIM), draw(2, tokens, DIM), draw(HEADS)
 
     @jax.jit
     def run(q: jax.Array, kv: jax.Array, sinks: jax.Array) -> jax.Array:
-        return attend.finish(branch.forward(attend.begin(q.shape[:-1], DIM, sinks), q, kv, SCALE))
+        begin = attend.begin(q.shape[:-1], DIM, sinks)
+        positions = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (2, tokens))
+        return attend.finish(branch.forward(begin, q, kv, positions, SCALE))
 
     found = np.asarray(run(q, kv, sinks))
     for row in range(2):
@@ -162,12 +165,15 @@ def filled_window(branch: WindowBranch, kv: np.ndarray, length: Sequence[int]) -
     return View({"window": held[None], "window_pos": seen[None]}, 0)
 
 
-@pytest.mark.parametrize("width", [1, 3, 8])
-@pytest.mark.parametrize("first", [(0, 0), (9, 2)])
-def test_window_of_a_call_and_of_a_step(width: int, first: tuple[int, int]) -> None:
+@pytest.mark.parametrize("width, first", [(1, (0, 0)), (3, (9, 2)), (8, (0, 0)), (8, (9, 2))])
+@pytest.mark.parametrize("columns", [5, 21])
+def test_window_of_a_call_and_of_a_step(
+    width: int, first: tuple[int, int], columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows before `first` are absent; the two sequences stand at 11 and 2 tokens."""
-    branch, start, count, columns = WindowBranch(width, DIM, "float32"), (11, 2), (5, 3), 5
-    kv, q = draw(2, 16, DIM), draw(2, columns, HEADS, DIM)
+    monkeypatch.setattr(window, "BAND", 8)  # so that 21 columns are three bands
+    branch, start, count = WindowBranch(width, DIM, "float32"), (11, 2), (columns, columns - 2)
+    kv, q = draw(2, 11 + columns, DIM), draw(2, columns, HEADS, DIM)
     now = call(start, count, columns, first)
     new = jnp.stack([kv[r, start[r] : start[r] + columns] for r in range(2)])
     view = filled_window(branch, kv, start)
@@ -187,11 +193,11 @@ def test_window_of_a_call_and_of_a_step(width: int, first: tuple[int, int]) -> N
     found, moved = prefill(view, now)
     found = np.asarray(found)
     for row in range(2):
-        mask = window_mask(16, width) & (np.arange(16) >= first[row])
+        mask = window_mask(11 + columns, width) & (np.arange(11 + columns) >= first[row])
         mask = mask[start[row] : start[row] + count[row]]
         want = dense(q[row, : count[row]], kv[row], kv[row], mask, None)
         np.testing.assert_allclose(found[row, : count[row]], want, atol=2e-6)
-    assert moved.leaves["window_pos"].max() == 15
+    assert moved.leaves["window_pos"].max() == 11 + columns - 1
 
     stepped = np.asarray(decode(view, call(start, (1, 1), 1, first)))
     np.testing.assert_allclose(stepped[:, 0], found[:, 0], atol=2e-6)

@@ -98,7 +98,7 @@ class Histories(stateful.RuleBasedStateMachine):
         self.dead = []  # tickets do not outlive the process
 
     def settle(self, flushed):
-        assert flushed.failure in ("", "lost")
+        assert flushed.ok, flushed
         lost = set(flushed.lost)
         self.tickets = {i: x for i, x in self.tickets.items() if x not in lost}
         assert objects.held(self.tier) in (self.tickets.keys(), set())
@@ -109,6 +109,7 @@ class Histories(stateful.RuleBasedStateMachine):
         assert objects.usage(self.directory) <= self.capacity
 
     def teardown(self):
+        self.flush()
         assert objects.good(self.tier, range(90)) == self.tickets.keys()
         self.tier.close()
         shutil.rmtree(self.directory)

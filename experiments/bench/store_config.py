@@ -1,0 +1,32 @@
+"""What `bench_store` measures. A part is a module of `experiments.bench` with `run(config)`."""
+
+import dataclasses
+
+from experiments.bench.control_plane import ControlPlaneConfig
+
+
+@dataclasses.dataclass(kw_only=True)
+class StoreBenchConfig:
+    """One run. Each part's configuration is the field of its name."""
+
+    parts: tuple[str, ...] = ("control_plane",)
+    control_plane: ControlPlaneConfig = dataclasses.field(default_factory=ControlPlaneConfig)
+    workdir: str = "runs/bench_store"
+    quick: bool = False  # a smoke run, in `workdir`/quick
+
+    def check(self) -> None:
+        """Raises ValueError where a field makes no sense."""
+        names = [x.name for x in dataclasses.fields(self)]
+        known = [x for x in names if dataclasses.is_dataclass(getattr(self, x))]
+        if not self.parts or set(self.parts) - set(known):
+            raise ValueError(f"parts={self.parts} must be one or more of {known}")
+        if not self.workdir:
+            raise ValueError("workdir is empty: results.json and report.md are written there")
+
+    def effective(self) -> "StoreBenchConfig":
+        """This configuration, or its quick form."""
+        if not self.quick:
+            return self
+        small = dataclasses.replace(self.control_plane, prompts=60, prefixes=5, repeats=1)
+        workdir = f"{self.workdir}/quick"
+        return dataclasses.replace(self, control_plane=small, workdir=workdir, quick=False)

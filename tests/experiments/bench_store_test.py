@@ -1,0 +1,48 @@
+"""The store's benchmark end to end on few prompts: its figures mean nothing, its files do."""
+
+import pathlib
+import tempfile
+
+from absl.testing import absltest, parameterized
+
+from experiments import bench_store, config_tools
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+class BenchStoreTest(parameterized.TestCase):
+    def config(self, **changes: object):
+        config = config_tools.load(str(ROOT / "configs" / "bench_store.py"))
+        config.parts = ("control_plane",)
+        config.workdir = self.enterContext(tempfile.TemporaryDirectory())
+        return config_tools.override(config, {"quick": True, **changes})
+
+    def test_the_control_plane(self):
+        config = self.config()
+        rows = bench_store.run(config)["parts"]["control_plane"]
+        cells = [(x["block"], x["room"]) for x in rows]
+        self.assertEqual(cells, [(64, 1.5), (64, 0.25), (128, 1.5), (128, 0.25)])
+        for row in rows:
+            self.assertGreater(row["requests_per_s"], 0)
+            # From the third prompt of a prefix on, it is resumed: 10 of 12 times, half a prompt.
+            self.assertBetween(row["resumed"], 0.40, 0.42)
+            self.assertEqual(row["evicted_groups"] > 0, row["room"] < 1)
+            self.assertEqual(row["goal"] is None, row["room"] < 1)
+        report = pathlib.Path(config.workdir) / "quick" / "report.md"
+        self.assertIn("## Control plane", report.read_text())
+
+    @parameterized.parameters(
+        {"parts": ()},
+        {"parts": ("workdir",)},
+        {"workdir": ""},
+        {"control_plane.shared": 5_000},
+        {"control_plane.rooms": ()},
+        {"control_plane.blocks": (0,)},
+    )
+    def test_what_makes_no_sense_is_refused(self, **changes):
+        with self.assertRaises(ValueError):
+            bench_store.run(self.config(**changes))
+
+
+if __name__ == "__main__":
+    absltest.main()
