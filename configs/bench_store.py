@@ -1,4 +1,4 @@
-"""The prefix store: requests per second of its control plane. Under a minute.
+"""The prefix store: requests per second of its control plane, MB/s of its disk tier.
 
 `--config.quick=True` is a smoke run, `--config.parts=control_plane` one part.
 """

@@ -3,14 +3,18 @@
 import dataclasses
 
 from experiments.bench.control_plane import ControlPlaneConfig
+from experiments.bench.disk_bench import DiskConfig
+
+MIB = 1 << 20
 
 
 @dataclasses.dataclass(kw_only=True)
 class StoreBenchConfig:
     """One run. Each part's configuration is the field of its name."""
 
-    parts: tuple[str, ...] = ("control_plane",)
+    parts: tuple[str, ...] = ("control_plane", "disk_bench")
     control_plane: ControlPlaneConfig = dataclasses.field(default_factory=ControlPlaneConfig)
+    disk_bench: DiskConfig = dataclasses.field(default_factory=DiskConfig)
     workdir: str = "runs/bench_store"
     quick: bool = False  # a smoke run, in `workdir`/quick
 
@@ -28,5 +32,16 @@ class StoreBenchConfig:
         if not self.quick:
             return self
         small = dataclasses.replace(self.control_plane, prompts=60, prefixes=5, repeats=1)
+        disk = dataclasses.replace(
+            self.disk_bench,
+            object_bytes=(64 << 10,),
+            total_bytes=2 * MIB,
+            group_bytes=MIB,
+            capacity_bytes=256 * MIB,
+            repeats=1,
+            seconds=1.0,
+        )
         workdir = f"{self.workdir}/quick"
-        return dataclasses.replace(self, control_plane=small, workdir=workdir, quick=False)
+        return dataclasses.replace(
+            self, control_plane=small, disk_bench=disk, workdir=workdir, quick=False
+        )

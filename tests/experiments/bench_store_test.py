@@ -31,6 +31,13 @@ class BenchStoreTest(parameterized.TestCase):
         report = pathlib.Path(config.workdir) / "quick" / "report.md"
         self.assertIn("## Control plane", report.read_text())
 
+    def test_the_disk_tier(self):
+        config = self.config(parts=("disk_bench",))
+        rows = bench_store.run(config)["parts"]["disk_bench"]
+        self.assertLen(rows, 2)  # put and get
+        report = pathlib.Path(config.workdir) / "quick" / "report.md"
+        self.assertIn("## disk bench", report.read_text())
+
     @parameterized.parameters(
         {"parts": ()},
         {"parts": ("workdir",)},

@@ -52,7 +52,6 @@ class PublishedTest(parameterized.TestCase):
         self.assertAlmostEqual(effective(found), want, delta=delta)
         self.assertEqual(found.collisions, 0)
 
-    @pytest.mark.full
     @parameterized.parameters(
         ("every:4", True, 0.321),
         ("every:8", True, 0.291),
@@ -61,6 +60,7 @@ class PublishedTest(parameterized.TestCase):
         ("zero", True, 0.215),
         ("end", False, 0.350),
     )
+    @pytest.mark.full
     def test_every_placement_on_the_long_trace(self, checkpoints, partial, want):
         found = run(published("conversation"), Cell(checkpoints, partial=partial))
         self.assertAlmostEqual(effective(found), want, delta=0.01)

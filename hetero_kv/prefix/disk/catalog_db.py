@@ -53,6 +53,12 @@ class Row:
         """The columns before the checksum."""
         return tuple(getattr(self, x) for x in self.__slots__)
 
+    @property
+    def is_typed(self) -> bool:
+        """Whether the columns have their types, which SQLite does not promise."""
+        want = (int, int, int, int, int, str, bytes, int, bytes)
+        return all(type(x) is y for x, y in zip(self.values(), want, strict=True))
+
     def sum(self) -> int:
         """Checksum of the columns."""
         kind = self.kind.encode()
@@ -118,10 +124,17 @@ class CatalogDb:
                 extents[int(number)] = Extent(int(stop), int(count), int.from_bytes(sums))
             for *values, total in db.execute("SELECT * FROM records"):
                 row = Row(*values)
-                if row.sum() == int.from_bytes(total):
+                if row.is_typed and row.sum() == int.from_bytes(total):
                     rows.setdefault(row.segment, []).append(row)
             last = int.from_bytes(about["last"])
-        except (sqlite3.Error, OSError, TypeError, ValueError, KeyError, OverflowError) as error:
+        except (
+            sqlite3.Error,
+            OSError,
+            TypeError,
+            ValueError,
+            LookupError,
+            ArithmeticError,
+        ) as error:
             return self._refuse(f"unreadable: {error}")
         for number, extent in list(extents.items()):
             check = Extent(extent.stop)
