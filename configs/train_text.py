@@ -26,7 +26,7 @@ def get_config() -> train_config.TrainConfig:
             init_scale=0.1,
         ),
         indexer=train_config.IndexerConfig(dense_steps=200),
-        steps=2_000,
+        steps=1_200,
         eval_every=200,
         workdir="runs/train_text",
     )

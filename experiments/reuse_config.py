@@ -49,6 +49,7 @@ class ReuseConfig:
             name="control",
             checkpoint="experiments/checkpoints/recall_full",
             train_config="configs/train_demo_recall.py:control",
+            document_tokens=96,
         )
     )
     scenarios: tuple[str, ...] = ("recall", "text", "control")
