@@ -1,5 +1,6 @@
 """Final parameters as one safetensors file beside a JSON configuration: small enough to ship."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -38,7 +39,10 @@ def export(
         floating = jnp.issubdtype(array.dtype, jnp.floating)
         tensors[name] = np.ascontiguousarray(array.astype(jnp.dtype(dtype)) if floating else array)
     safetensors.save_file(tensors, weights)
-    settings.write_text(json.dumps(train_config.to_dict(config), indent=2) + "\n")
+    defaults = train_config.TrainConfig()
+    # Where it was trained is a fact of that machine, not of the model.
+    shipped = dataclasses.replace(config, workdir=defaults.workdir, export=defaults.export)
+    settings.write_text(json.dumps(train_config.to_dict(shipped), indent=2) + "\n")
     return weights.stat().st_size + settings.stat().st_size
 
 

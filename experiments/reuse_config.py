@@ -17,11 +17,11 @@ class Scenario:
     checkpoint: str = "experiments/checkpoints/recall_hybrid"
     train_config: str = "configs/train_demo_recall.py:hybrid"  # makes the checkpoint anew
     requests: int = 240
-    documents: int = 12
+    documents: int = 16
     document_tokens: int = 128  # a multiple of the chunk, so that whole documents can be resumed
     question_tokens: int = 16
     answer_tokens: int = 0  # decoded greedily after the question
-    popularity: float = 0.6  # documents are drawn with probability 1 / rank ** popularity
+    popularity: float = 1.2  # documents are drawn with probability 1 / rank ** popularity
     chunk: int = 32
 
 
@@ -36,8 +36,7 @@ class ReuseConfig:
             kind="text",
             checkpoint="experiments/checkpoints/text_hybrid",
             train_config="configs/train_text.py",
-            requests=100,
-            documents=10,
+            requests=120,
             document_tokens=448,
             question_tokens=32,
             answer_tokens=24,
@@ -56,7 +55,7 @@ class ReuseConfig:
     modes: tuple[str, ...] = MODES
     # Store sizes as shares of the bytes that everything published would take in validated mode.
     # At the first, hit rates of hash_only and validated lie within 2 points; at the second not.
-    capacities: tuple[float, ...] = (0.8, 0.3)
+    capacities: tuple[float, ...] = (0.9, 0.4)
     policy: str = "end"  # where checkpoints are taken, see Policy.named
     train: bool = False  # train the checkpoints anew instead of loading the shipped ones
     seed: int = 0
