@@ -114,7 +114,7 @@ def figure(cells: list[Mapping]) -> matplotlib.figure.Figure:
             axis.spines[["top", "right"]].set_visible(False)
         axes[0, column].set_title(f"{cell['scenario']}, {cell['capacity']:.0%}", fontsize=9)
         axes[0, column].set_xticks([])
-    axes[0, 0].set_ylabel("prompt tokens resumed, %")
-    axes[1, 0].set_ylabel("requests answered wrongly, %")
+    axes[0, 0].set_ylabel("prompt tokens resumed, %", fontsize=8)
+    axes[1, 0].set_ylabel("requests answered wrongly, %", fontsize=8)
     fig.tight_layout()
     return fig
