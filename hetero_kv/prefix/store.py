@@ -68,7 +68,7 @@ class PrefixStore:
         digest: Digest = sha256,
     ):
         if (disk_dir is None) != (disk_bytes == 0):
-            raise ValueError(f"{disk_dir=} and {disk_bytes=} must be given together")
+            raise ValueError(f"a disk tier needs both, got {disk_dir=} and {disk_bytes=}")
         if identity.block != spec.block:
             raise ValueError(f"{identity.block=} is not {spec.block=}: use Identity.of(spec, …)")
         self.spec = spec
