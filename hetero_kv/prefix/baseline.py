@@ -7,7 +7,6 @@ Never use it to serve anything.
 import numpy as np
 
 from hetero_kv.contract import CacheSpec
-from hetero_kv.prefix.catalog import Catalog
 from hetero_kv.prefix.identity import Identity
 from hetero_kv.prefix.keys import Keys
 from hetero_kv.prefix.lease import Lease
@@ -69,7 +68,7 @@ class HashOnlyStore(PrefixStore):
         length = lease.resumable_length
         if not length:
             return self.transfer.write(cache, np.int32(row), np.int32(0), {}, {})
-        lost = frozenset()
+        payloads, lost = [x.payload for x in history], frozenset()
         if self.kind == "zeroed":
             everything = {*self.geometry.history, *self.geometry.checkpoint}
             lost = frozenset(everything - self.components)
@@ -77,7 +76,7 @@ class HashOnlyStore(PrefixStore):
             cache,
             np.int32(row),
             np.int32(length),
-            self.transfer.stage_history(history, cache.capacity, self.components),
+            self.transfer.stage_history(payloads, cache.capacity, self.components),
             zeroed=lost,
         )
         self.counters.add("restores_total")
@@ -94,5 +93,6 @@ class HashOnlyStore(PrefixStore):
 
         return planner
 
-    def _new_catalog(self, host_bytes: int) -> Catalog:
-        return self._plain_catalog(host_bytes, self.policy)
+    def _checked_policy(self, host_bytes: int) -> Policy:
+        del host_bytes
+        return self.policy

@@ -3,17 +3,19 @@
 The same code serves the engine (array payloads) and trace replay (sizes only).
 """
 
+import itertools
 import math
 import threading
 from collections.abc import Iterator
 
 from hetero_kv.metrics import Counters
+from hetero_kv.prefix.backing import Backing
 from hetero_kv.prefix.host import HostTier
 from hetero_kv.prefix.index import CHECKPOINT, HISTORY, KINDS, Group, Index, Node
 from hetero_kv.prefix.keys import Keys
 from hetero_kv.prefix.lease import Lease
 from hetero_kv.prefix.payload import Payload
-from hetero_kv.prefix.plan import HOST, Geometry, Plan, Planner, Presence
+from hetero_kv.prefix.plan import DISK, HOST, Geometry, Plan, Planner, Presence
 from hetero_kv.prefix.policy import Policy
 
 
@@ -25,13 +27,14 @@ class Catalog:
         self.tier = tier
         self.policy = policy
         self.index = Index()
-        self.used = dict.fromkeys(KINDS, 0)  # bytes
+        self.used = dict.fromkeys(KINDS, 0)  # bytes in host memory
         self.leases = 0  # open ones
         self._eviction = {kind: policy.eviction() for kind in KINDS}
         share = math.ceil(policy.checkpoint_share * tier.capacity)
         self._share = {HISTORY: tier.capacity - share, CHECKPOINT: share}  # bytes
         self._counters = counters
         self._lock = threading.RLock()
+        self.disk: Backing | None = None  # `TieredCatalog` may have one
 
     # -- lookup ------------------------------------------------------------------------------
 
@@ -72,6 +75,8 @@ class Catalog:
                     break
                 history.pins += 1
                 path.append(node)
+            if self.disk is not None and self.disk.missing:
+                self.disk.retry([x.history for x in path])
             return path
 
     def add_history(self, keys: Keys, path: list[Node], *payloads: Payload) -> str:
@@ -104,7 +109,7 @@ class Catalog:
         stored: list[int],
     ) -> str:
         # The hot loop of publishing: `_store` is written out in it.
-        extend, put, tier = self.index.extend, self.tier.put, self.tier
+        extend, put, tier, disk = self.index.extend, self.tier.put, self.tier, self.disk
         depth = len(path)
         following = zip(keys.keys[depth:], keys.contents[depth:], payloads, strict=False)
         for key, content, payload in following:
@@ -117,12 +122,14 @@ class Catalog:
                 ticket = None
                 if nbytes <= tier.free or self._make_room(HISTORY, nbytes):
                     ticket = put(payload)
-                if ticket is None:
-                    self._counters.add("refused_total", kind=HISTORY, reason="no_room")
+                if ticket is not None:
+                    node.history = Group(HISTORY, node, ticket[0], ticket[1], nbytes, 1)
+                    self.used[HISTORY] += nbytes
+                    if disk is not None:
+                        disk.put(node.history, payload)
+                elif not self._only_on_disk(HISTORY, node, payload, 1):
                     self.index.prune(node)
                     return "no_room"
-                node.history = Group(HISTORY, node, ticket[0], ticket[1], nbytes, 1)
-                self.used[HISTORY] += nbytes
                 stored.append(nbytes)
             else:
                 node.history.pins += 1
@@ -135,7 +142,10 @@ class Catalog:
         with self._lock:
             found = path[-1].checkpoint
             if found is not None:
-                self._eviction[CHECKPOINT].refresh(found)
+                if found.queued:
+                    self._eviction[CHECKPOINT].refresh(found)
+                if self.disk is not None:
+                    self.disk.refresh([found])
             return found is not None
 
     def add_checkpoint(self, path: list[Node], payload: Payload) -> str:
@@ -149,12 +159,14 @@ class Catalog:
             nbytes, ticket = payload.nbytes, None
             if nbytes <= self.tier.free or self._make_room(CHECKPOINT, nbytes):
                 ticket = self.tier.put(payload)
-            if ticket is None:
-                self._counters.add("refused_total", kind=CHECKPOINT, reason="no_room")
+            if ticket is not None:
+                node.checkpoint = Group(CHECKPOINT, node, *ticket, nbytes)
+                self.used[CHECKPOINT] += nbytes
+                self._queue(node.checkpoint)
+                if self.disk is not None:
+                    self.disk.put(node.checkpoint, payload)
+            elif not self._only_on_disk(CHECKPOINT, node, payload, 0):
                 return "no_room"
-            node.checkpoint = Group(CHECKPOINT, node, *ticket, nbytes)
-            self.used[CHECKPOINT] += nbytes
-            self._queue(node.checkpoint)
             self._count_stored(CHECKPOINT, 1, payload.nbytes)
             return ""
 
@@ -166,11 +178,15 @@ class Catalog:
             groups = [x.history for x in reversed(path) if x.history is not None]
             for group in groups:
                 group.pins -= 1
-                if not group.queued:
+                if not group.queued and group.on_host:
                     self._queue(group)
             order = self._eviction[HISTORY]
-            order.refresh_all(groups)
-            if order.parked:
+            if self.disk is None:
+                order.refresh_all(groups)
+            else:
+                order.refresh_all([x for x in groups if x.queued])
+                self.disk.refresh(groups)
+            if order.parked or self.disk is not None:
                 self._offer(groups)
             if path:
                 self._drop_bare(path[-1])
@@ -213,13 +229,18 @@ class Catalog:
                 found.append(f"{self.tier.free=} + {owned=} != {self.tier.capacity=}")
             used = dict.fromkeys(KINDS, 0)
             for group in self.groups():
-                used[group.kind] += group.nbytes
-                if not self.tier.is_current(group.ticket):
+                if group.on_host:
+                    used[group.kind] += group.nbytes
+                elif group.disk is None:
+                    found.append(f"{group.kind} at depth {group.node.depth}: it is nowhere")
+                if group.on_host and not self.tier.is_current(group.ticket):
                     found.append(f"{group.kind} at depth {group.node.depth}: stale ticket")
                 if group.pins < 0:
                     found.append(f"{group.kind} at depth {group.node.depth}: {group.pins=}")
             if used != self.used or sum(used.values()) != owned:
                 found.append(f"counted {used}, booked {self.used}, tier owns {owned}")
+            if self.disk is not None:
+                found += self.disk.problems(self.groups())
             return found
 
     # -- inside ------------------------------------------------------------------------------
@@ -227,7 +248,12 @@ class Catalog:
     def _presence(self, nodes: list[Node]) -> Presence:
         size = self.geometry.block
         history = tuple([x.history is not None for x in nodes])
-        return Presence(history, frozenset([x.depth * size for x in nodes if x.checkpoint]))
+        checkpoints = frozenset([x.depth * size for x in nodes if x.checkpoint])
+        if self.disk is None:
+            return Presence(history, checkpoints)
+        blocks = (i for i, x in enumerate(nodes) if x.history and not x.history.on_host)
+        states = (x.depth * size for x in nodes if x.checkpoint and not x.checkpoint.on_host)
+        return Presence(history, checkpoints, frozenset(blocks), frozenset(states))
 
     def _plan(
         self, keys: Keys, prompt_length: int, planner: Planner
@@ -236,7 +262,7 @@ class Catalog:
         plan = planner(self.geometry, prompt_length, self._presence(nodes))
         blocks = plan.resumable_length // self.geometry.block
         history = [x.history for x in nodes[:blocks]]
-        stored = any(plan.routes[x] == HOST for x in self.geometry.checkpoint)
+        stored = any(plan.routes[x] in (HOST, DISK) for x in self.geometry.checkpoint)
         return plan, history, nodes[blocks - 1].checkpoint if stored else None
 
     def _close(self, lease: Lease) -> None:
@@ -250,19 +276,24 @@ class Catalog:
         self._eviction[HISTORY].touch_all([x for x in reversed(lease.history) if x.queued])
         if lease.checkpoint is not None:
             lease.checkpoint.pins += 1
-            self._eviction[CHECKPOINT].touch(lease.checkpoint)
+            if lease.checkpoint.queued:
+                self._eviction[CHECKPOINT].touch(lease.checkpoint)
+        if self.disk is not None:
+            self.disk.touch(reversed(lease.groups()))
 
     def _unpin(self, lease: Lease) -> None:
         groups = lease.groups()
         for group in groups:
             group.pins -= 1
-        if any(x.parked for x in self._eviction.values()):
+        if self.disk is not None or any(x.parked for x in self._eviction.values()):
             self._offer(groups)
 
     def _offer(self, groups: list[Group]) -> None:
         for group in groups:
-            if not group.pins:
+            if not group.pins and group.queued:
                 self._eviction[group.kind].offer(group)
+        if self.disk is not None:
+            self.disk.offer(groups)
 
     def _queue(self, group: Group) -> None:
         """Tells the order of eviction. New history waits for `let_go`: until then it is pinned,
@@ -284,19 +315,21 @@ class Catalog:
 
         each: bytes of one group, where room is made for several (0: for one).
         """
-        evicted: list[Group] = []
+        evicted: list[tuple[Group, str]] = []
         try:
             return nbytes <= self.tier.capacity and self._evict_for(
                 kind, nbytes, each or nbytes, evicted
             )
         finally:
-            for gone in KINDS:
-                sizes = [x.nbytes for x in evicted if x.kind == gone]
+            for gone, how in itertools.product(KINDS, ("evicted", "demoted")):
+                sizes = [x.nbytes for x, y in evicted if x.kind == gone and y == how]
                 if sizes:
-                    self._counters.add("evicted_groups_total", len(sizes), kind=gone)
-                    self._counters.add("evicted_bytes_total", sum(sizes), kind=gone)
+                    self._counters.add(f"{how}_groups_total", len(sizes), kind=gone)
+                    self._counters.add(f"{how}_bytes_total", sum(sizes), kind=gone)
 
-    def _evict_for(self, kind: str, nbytes: int, each: int, evicted: list[Group]) -> bool:
+    def _evict_for(
+        self, kind: str, nbytes: int, each: int, evicted: list[tuple[Group, str]]
+    ) -> bool:
         other = CHECKPOINT if kind == HISTORY else HISTORY
         while self.tier.free < nbytes:
             # The next group beside those that the room made so far is for.
@@ -311,27 +344,32 @@ class Catalog:
                 victim = self._victim(kind)
             if victim is None:
                 return False
-            self._evict(victim)
-            evicted.append(victim)
+            evicted.append((victim, self._evict(victim)))
         return True
 
     def _victim(self, kind: str) -> Group | None:
         return self._eviction[kind].victim(self._evictable)
 
-    @staticmethod
-    def _evictable(group: Group) -> bool:
+    def _evictable(self, group: Group) -> bool:
         if group.pins or not group.nbytes:
             return False
         # Whoever pins a checkpoint pins the history under it as well.
-        return group.kind == CHECKPOINT or group.node.child is None
+        if group.kind == CHECKPOINT or group.node.child is None:
+            return True
+        return self.disk is not None and self.disk.holds(group)
 
-    def _evict(self, group: Group) -> None:
+    def _evict(self, group: Group) -> str:
+        """Makes its bytes in host memory free; says whether it is still on disk."""
         node = group.node
+        if self.disk is not None and self.disk.holds(group):
+            self._leave_host(group)
+            return "demoted"
         if group.kind == CHECKPOINT:
             self._remove(group, evicted=True)
             self._drop_bare(node)
         else:
             self._remove_node(node, evicted=True)
+        return "evicted"
 
     def _remove(self, group: Group, evicted: bool = False) -> None:
         kind, node = group.kind, group.node
@@ -339,10 +377,35 @@ class Catalog:
             node.history = None
         else:
             node.checkpoint = None
-        self.used[kind] -= group.nbytes
+        if group.on_host:
+            self.used[kind] -= group.nbytes
+            if group.queued:
+                self._eviction[kind].remove(group, evicted)
+            self.tier.drop(group.ticket)
+        if self.disk is not None:
+            self.disk.detach(group)
+
+    def _leave_host(self, group: Group) -> None:
+        self.used[group.kind] -= group.nbytes
         if group.queued:
-            self._eviction[kind].remove(group, evicted)
+            self._eviction[group.kind].remove(group, True)
+            group.queued = False
         self.tier.drop(group.ticket)
+        group.slot = -1
+
+    def _only_on_disk(self, kind: str, node: Node, payload: Payload, pins: int) -> bool:
+        """Stores a group that host memory has no room for; False: the disk has none either."""
+        group = Group(kind, node, -1, 0, payload.nbytes, pins)
+        if self.disk is None or not self.disk.put(group, payload):
+            if self.disk is not None:
+                self.disk.missing.pop(group, None)
+            self._counters.add("refused_total", kind=kind, reason="no_room")
+            return False
+        if kind == HISTORY:
+            node.history = group
+        else:
+            node.checkpoint = group
+        return True
 
     def _remove_node(self, node: Node, evicted: bool = False) -> None:
         if node.checkpoint is not None:

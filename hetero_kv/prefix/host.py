@@ -68,6 +68,12 @@ class HostTier:
         component = copy.damaged(label)
         return Fetched(None, CORRUPT, component) if component else Fetched(copy)
 
+    def payload(self, ticket: Ticket) -> Payload:
+        """The object itself, which nobody may change. The ticket must be current."""
+        if not self.is_current(ticket):
+            raise ValueError(f"{ticket} is not current")
+        return self._payloads[ticket.slot]
+
     def drop(self, ticket: Ticket) -> None:
         """Gives an object's bytes back. The ticket must be current."""
         slot, generation = ticket

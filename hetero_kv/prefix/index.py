@@ -20,7 +20,10 @@ KINDS = (HISTORY, CHECKPOINT)
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Group:
-    """One stored group. Compared by identity: a group published anew is another group."""
+    """One stored group. Compared by identity: a group published anew is another group.
+
+    It is in host memory (slot >= 0), on disk, or in both.
+    """
 
     kind: str
     node: "Node"
@@ -28,12 +31,18 @@ class Group:
     generation: int
     nbytes: int
     pins: int = 0
-    queued: bool = False  # whether the order of eviction knows it
+    queued: bool = False  # whether the host's order of eviction knows it
+    disk: Ticket | None = None
 
     @property
-    def ticket(self) -> Ticket:
-        """Where its payload is."""
-        return Ticket(self.slot, self.generation)
+    def on_host(self) -> bool:
+        """Whether it was put in host memory and not taken from there alone."""
+        return self.slot >= 0
+
+    @property
+    def ticket(self) -> Ticket | None:
+        """Where its payload is in host memory."""
+        return Ticket(self.slot, self.generation) if self.slot >= 0 else None
 
     @property
     def label(self) -> bytes:

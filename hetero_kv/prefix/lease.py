@@ -45,7 +45,7 @@ class Lease:
 
     @property
     def routes(self) -> dict[str, str]:
-        """Per component how it comes back: "host", "replay" or "none"."""
+        """Per component how it comes back: "host", "disk" (some of it), "replay" or "none"."""
         return self.plan.routes
 
     @property

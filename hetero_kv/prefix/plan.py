@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from hetero_kv.contract import CacheSpec, History, Point, Window
 
-HOST, REPLAY, NONE = "host", "replay", "none"  # routes
+HOST, DISK, REPLAY, NONE = "host", "disk", "replay", "none"  # routes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +47,13 @@ class Presence:
 
     history: per block whose key matches, in order, whether its history group is complete.
     checkpoints: lengths within those blocks at which a checkpoint group is complete.
+    disk_history: blocks of them that are only on disk. disk_checkpoints: lengths, likewise.
     """
 
     history: tuple[bool, ...] = ()
     checkpoints: frozenset[int] = frozenset()
+    disk_history: frozenset[int] = frozenset()
+    disk_checkpoints: frozenset[int] = frozenset()
 
     def first(self, blocks: int) -> "Presence":
         """As if only so many blocks had matched."""
@@ -128,7 +131,8 @@ def plan(
             length, span = top, (int(rebuilt), top)
         elif length < top:
             reasons += _no_checkpoint(geometry, top, length, replay)
-    return Plan(candidate, length, _routes(geometry, length, span), tuple(reasons), span)
+    routes = _routes(geometry, length, span, presence)
+    return Plan(candidate, length, routes, tuple(reasons), span)
 
 
 def plan_hash_only(geometry: Geometry, prompt_length: int, presence: Presence) -> Plan:
@@ -136,7 +140,7 @@ def plan_hash_only(geometry: Geometry, prompt_length: int, presence: Presence) -
     candidate, reasons = _candidate(geometry, prompt_length, presence)
     have = min(_leading(presence.history) * geometry.block, candidate)
     routes = {x: NONE for x in geometry.checkpoint}
-    routes |= {x: HOST if have else NONE for x in geometry.history}
+    routes |= {x: _history_route(geometry, have, presence) for x in geometry.history}
     return Plan(have, have, routes, tuple(reasons))
 
 
@@ -177,7 +181,21 @@ def _no_checkpoint(geometry: Geometry, top: int, length: int, replay: bool) -> l
     return reasons
 
 
-def _routes(geometry: Geometry, length: int, span: tuple[int, int] | None) -> dict[str, str]:
-    restored = HOST if length else NONE
-    routes = {x: restored for x in geometry.history}
-    return routes | {x: REPLAY if span else restored for x in geometry.checkpoint}
+def _routes(
+    geometry: Geometry, length: int, span: tuple[int, int] | None, presence: Presence
+) -> dict[str, str]:
+    history = _history_route(geometry, length, presence)
+    state = HOST if length else NONE
+    if span:
+        state = REPLAY
+    elif length in presence.disk_checkpoints:
+        state = DISK
+    return dict.fromkeys(geometry.history, history) | dict.fromkeys(geometry.checkpoint, state)
+
+
+def _history_route(geometry: Geometry, length: int, presence: Presence) -> str:
+    """DISK if any of the blocks comes from there."""
+    if not length:
+        return NONE
+    first = min(presence.disk_history, default=math.inf)
+    return DISK if first * geometry.block < length else HOST

@@ -2,27 +2,38 @@
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
 from hetero_kv import validate
 from hetero_kv.contract import CacheSpec
 from hetero_kv.metrics import Counters, series
-from hetero_kv.prefix.catalog import Catalog
-from hetero_kv.prefix.host import HostTier
+from hetero_kv.prefix.disk.results import Flushed
+from hetero_kv.prefix.disk.tier import DiskTier
+from hetero_kv.prefix.host import STALE, Fetched, HostTier, Ticket
 from hetero_kv.prefix.identity import Identity
 from hetero_kv.prefix.index import CHECKPOINT, HISTORY, KINDS, Group
 from hetero_kv.prefix.keys import Digest, Keys, block_keys, sha256
 from hetero_kv.prefix.lease import Lease
-from hetero_kv.prefix.payload import ArrayPayload, label
-from hetero_kv.prefix.plan import Geometry, Plan, Planner, Reason, plan
+from hetero_kv.prefix.payload import ArrayPayload, GroupLayout, label
+from hetero_kv.prefix.plan import DISK, HOST, Geometry, Plan, Planner, Reason, plan
 from hetero_kv.prefix.policy import Policy
 from hetero_kv.prefix.report import Explanation, Published
+from hetero_kv.prefix.tiered import TieredCatalog
 from hetero_kv.prefix.transfer import transfer_for
 from hetero_kv.state import Cache
 
 Extra = Mapping[str, object] | None
+
+
+class Delivered(NamedTuple):
+    """What a tier delivered, a payload of its own."""
+
+    payload: ArrayPayload
+    tier: str
 
 
 class PrefixStore:
@@ -33,11 +44,15 @@ class PrefixStore:
         identity: what keys vouch for besides tokens.
         host_bytes: bytes that history and checkpoint groups may hold together. Index entries
             (about 4 * B + 500 bytes a block) come on top.
-        disk_dir, disk_bytes: the disk tier; not there yet.
+        disk_dir, disk_bytes: a directory of which this store is the only writer, and the bytes
+            that its files may have; none by default. What waits to be written stays in memory
+            (at most 64 MiB) on top of `host_bytes`. If the directory cannot be used, the store
+            goes on without it: `disk_failure` says why.
         policy: where checkpoints go, and eviction; a name as in `Policy.named` will do.
         digest: the hash of block keys; tests cut it short.
 
     Raises:
+        LockedError: the directory has a writer already.
         ValueError: also for a configuration that could never resume anything.
     """
 
@@ -47,15 +62,13 @@ class PrefixStore:
         identity: Identity,
         *,
         host_bytes: int,
-        disk_dir: str | None = None,
+        disk_dir: pathlib.Path | str | None = None,
         disk_bytes: int = 0,
         policy: Policy | str = "full",
         digest: Digest = sha256,
     ):
-        if disk_dir is not None or disk_bytes:
-            raise ValueError(
-                "the disk tier is not implemented yet: leave disk_dir=None and disk_bytes=0"
-            )
+        if (disk_dir is None) != (disk_bytes == 0):
+            raise ValueError(f"a disk tier needs both, got {disk_dir=} and {disk_bytes=}")
         if identity.block != spec.block:
             raise ValueError(f"{identity.block=} is not {spec.block=}: use Identity.of(spec, …)")
         self.spec = spec
@@ -64,7 +77,15 @@ class PrefixStore:
         self.geometry = Geometry.of(spec)
         self.transfer = transfer_for(spec)
         self.counters = Counters()
-        self.catalog = self._new_catalog(host_bytes)
+        self.disk: DiskTier | None = None
+        self.disk_failure = ""
+        kept = self._checked_policy(host_bytes)
+        if disk_dir is not None:
+            self._open_disk(disk_dir, disk_bytes)
+        tier = HostTier(host_bytes)
+        self.catalog = TieredCatalog(self.geometry, tier, kept, self.counters, self.disk)
+        if self.disk is not None:
+            self.catalog.load(digest, lambda *group: self._layout_of(*group).nbytes)
         self._digest = digest
         self._closed = False
 
@@ -106,8 +127,8 @@ class PrefixStore:
             cache,
             np.int32(row),
             np.int32(length),
-            self.transfer.stage_history(history, cache.capacity),
-            self.transfer.stage_checkpoint(checkpoint),
+            self.transfer.stage_history([x.payload for x in history], cache.capacity),
+            self.transfer.stage_checkpoint(checkpoint and checkpoint.payload),
         )
         start, stop = lease.replay or (0, 0)
         self.counters.add("restores_total")
@@ -206,6 +227,8 @@ class PrefixStore:
             "host_free_bytes": tier.free,
             "leases_open": self.catalog.leases,
         }
+        if self.disk is not None:
+            gauges |= self.disk.metrics()
         for kind in KINDS:
             gauges[series("host_used_bytes", kind=kind)] = used[kind]
         return {**self.counters.snapshot(), **gauges}
@@ -214,35 +237,89 @@ class PrefixStore:
         """Reads every object and every book; drops damaged objects. Empty list: healthy."""
         self._check_open()
         found = self.catalog.problems()
+        if self.disk is not None:
+            found += self.disk.problems()
         for group in self.catalog.groups():
-            if group.node.group(group.kind) is not group:
+            # On disk first: what is damaged in memory alone is then taken from there.
+            found += self._verify_disk(group)
+            host, disk = self.catalog.places(group)
+            if host is None or group.node.group(group.kind) is not group:
                 continue  # went with a damaged one before it
-            fetched = self.catalog.tier.read(group.ticket, group.label)
-            if fetched.payload is None:
-                at = group.node.depth * self.spec.block
-                found.append(f"{group.kind} at {at}: {fetched.failure} {fetched.component}")
-                self._drop(group, fetched.failure, fetched.component)
+            fetched = self.catalog.tier.read(host, group.label)
+            if fetched.payload is None and self.catalog.places(group)[0] == host:
+                found.append(self._damage(group, fetched))
+                if disk is None or not self._can_leave_host(group, host, fetched):
+                    self._drop(group, fetched.failure, fetched.component)
         return found
 
-    def flush(self) -> None:
-        """Returns when everything published is as durable as its tiers allow (host: at once)."""
+    def flush(self) -> Flushed:
+        """Returns when everything published is as durable as its tiers allow (host: at once).
+
+        This is the acknowledgement: what is on disk then is found again by another store, unless
+        `ok` is False. In that case `failure` says why, and what was lost is not offered any more.
+        """
         self._check_open()
+        return self._flush()
 
     def clear(self) -> None:
-        """Drops everything, leased or not; open leases will restore less."""
+        """Drops everything, leased or not, on disk too; open leases will restore less."""
         self._check_open()
         self.catalog.clear()
 
     def close(self) -> None:
-        """Gives all memory back. Any later call raises ValueError."""
+        """Flushes and gives all memory back; what is on disk stays. Later calls raise."""
         if not self._closed:
-            self.catalog.clear()
             self._closed = True
+            self._flush()
+            self.catalog.close()
+            if self.disk is not None:
+                self.disk.close()
+
+    def _flush(self) -> Flushed:
+        if self.disk is None:
+            return Flushed(True)
+        before, left = -1, self.catalog.spill()
+        while left and left != before:
+            self.disk.write_back()
+            before, left = left, self.catalog.spill()
+        flushed = self.disk.flush()
+        self.catalog.lose(flushed.lost)
+        return flushed
+
+    def _verify_disk(self, group: Group) -> list[str]:
+        _, ticket = self.catalog.places(group)
+        if ticket is None:
+            return []
+        fetched = self.disk.read(ticket, group.label)
+        if fetched.payload is not None or self.catalog.places(group)[1] != ticket:
+            return []
+        self._count_damage("disk_dropped_total", group, fetched.failure, fetched.component)
+        self.catalog.leave_disk(group)
+        return [f"disk: {self._damage(group, fetched)}"]
+
+    def _damage(self, group: Group, fetched: Fetched) -> str:
+        at = group.node.depth * self.spec.block
+        return f"{group.kind} at {at}: {fetched.failure} {fetched.component}"
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _new_catalog(self, host_bytes: int) -> Catalog:
-        """The catalog, after a self-test: can a minimum prefix be stored at all?"""
+    def _open_disk(self, directory: pathlib.Path | str, nbytes: int) -> None:
+        disk = DiskTier(
+            directory, nbytes, self.identity.digest, self._layout_of, counters=self.counters
+        )
+        if disk.failure:
+            self.disk_failure = disk.failure
+            self.counters.add("disk_unusable_total", reason=disk.failure)
+            return
+        self.disk = disk
+
+    def _layout_of(self, kind: str, depth: int) -> GroupLayout:
+        if kind == CHECKPOINT:
+            return self.transfer.checkpoint_layout
+        return self.transfer.history_layout(depth - 1)
+
+    def _checked_policy(self, host_bytes: int) -> Policy:
+        """The policy, after a self-test: can a minimum prefix be stored at all?"""
         checkpoints = self.policy.checkpoints
         blocks = self.spec.minimum_resumable // self.spec.block
         history = sum(self.transfer.history_layout(x).nbytes for x in range(blocks))
@@ -261,12 +338,7 @@ class PrefixStore:
             )
         # A kind whose share cannot hold one minimum prefix would never keep anything.
         share = min(max(self.policy.checkpoint_share, state / host_bytes), 1 - history / host_bytes)
-        return self._plain_catalog(
-            host_bytes, dataclasses.replace(self.policy, checkpoint_share=share)
-        )
-
-    def _plain_catalog(self, host_bytes: int, policy: Policy) -> Catalog:
-        return Catalog(self.geometry, HostTier(host_bytes), policy, self.counters)
+        return dataclasses.replace(self.policy, checkpoint_share=share)
 
     def _checkpoint_bytes(self) -> int:
         return 0 if self._can_replay() else self.transfer.checkpoint_layout.nbytes
@@ -283,7 +355,7 @@ class PrefixStore:
             )
         return functools.partial(plan, replay=self.policy.checkpoints.replay, limit=limit)
 
-    def _fetch(self, lease: Lease, capacity: int) -> tuple[list[ArrayPayload], ArrayPayload | None]:
+    def _fetch(self, lease: Lease, capacity: int) -> tuple[list[Delivered], Delivered | None]:
         """Copies of what the lease promises. Shortens its plan to what could be delivered."""
         if lease.resumable_length > capacity:
             self._replan(lease, self._planner(lease.keys, limit=capacity))
@@ -298,20 +370,52 @@ class PrefixStore:
             self._replan(lease, self._planner(lease.keys, limit=limit), failed)
         return [], None
 
-    def _read(self, lease: Lease) -> tuple[list[ArrayPayload], tuple[str, str] | None]:
+    def _read(self, lease: Lease) -> tuple[list[Delivered], tuple[str, str] | None]:
         """Copies of all groups, or (component, code) of the first that could not be delivered."""
-        got = []
-        for group in lease.groups():
-            fetched = self.catalog.tier.read(group.ticket, group.label)
+        got: list[Delivered] = []
+        groups = lease.groups()
+        try:
+            failed = self._read_into(got, groups, lease.resumable_length)
+        finally:
+            read = zip(groups, got, strict=False)
+            promoted = [(group, x.payload) for group, x in read if x.tier == DISK]
+            if promoted:
+                self.catalog.promote(promoted)
+        return ([], failed) if failed else (got, None)
+
+    def _read_into(
+        self, got: list[Delivered], groups: list[Group], length: int
+    ) -> tuple[str, str] | None:
+        for group in groups:
+            fetched, tier = self._read_group(group)
             failure, component = fetched.failure, fetched.component
             if not failure and group.kind == CHECKPOINT:
-                component = self.transfer.wrong_positions(fetched.payload, lease.resumable_length)
+                component = self.transfer.wrong_positions(fetched.payload, length)
                 failure = "evidence" if component else ""
             if failure:
                 self._drop(group, failure, component)
-                return [], (component or group.kind, failure)
-            got.append(fetched.payload)
-        return got, None
+                return component or group.kind, failure
+            got.append(Delivered(fetched.payload, tier))
+        return None
+
+    def _read_group(self, group: Group) -> tuple[Fetched, str]:
+        """From host memory, or else from disk; called without the catalog's lock."""
+        host, disk = self.catalog.places(group)
+        if host is not None:
+            fetched = self.catalog.tier.read(host, group.label)
+            if not fetched.failure or not self._can_leave_host(group, host, fetched):
+                return fetched, HOST
+            _, disk = self.catalog.places(group)
+        if disk is None:
+            return Fetched(None, STALE), DISK
+        return self.disk.read(disk, group.label), DISK
+
+    def _can_leave_host(self, group: Group, ticket: Ticket, fetched: Fetched) -> bool:
+        """Whether what is damaged in host memory may be read from disk."""
+        if self.disk is None or not self.catalog.leave_host(group, ticket):
+            return False
+        self._count_damage("healed_total", group, fetched.failure, fetched.component)
+        return True
 
     def _replan(
         self, lease: Lease, planner: Planner, failed: tuple[str, str] | None = None
@@ -330,13 +434,14 @@ class PrefixStore:
         self.counters.add("lost_tokens_total", max(0, before - after))
 
     def _drop(self, group: Group, failure: str, component: str) -> None:
-        self.counters.add("dropped_total", kind=group.kind, component=component, reason=failure)
+        self._count_damage("dropped_total", group, failure, component)
         self.catalog.discard(group)
 
+    def _count_damage(self, name: str, group: Group, failure: str, component: str) -> None:
+        self.counters.add(name, kind=group.kind, component=component, reason=failure)
+
     def _seal(self, kind: str, keys: Keys, block: int, buffer: np.ndarray) -> ArrayPayload:
-        layout = self.transfer.checkpoint_layout
-        if kind == HISTORY:
-            layout = self.transfer.history_layout(block)
+        layout = self._layout_of(kind, block + 1)
         return ArrayPayload.seal(layout, label(kind, keys.keys[block], block + 1), buffer)
 
     def _keys(self, tokens: np.ndarray, tenant: str, extra: Extra) -> Keys:
@@ -347,11 +452,11 @@ class PrefixStore:
         return Published(length=length, reasons=(code, *details))
 
     def _count_bytes(
-        self, name: str, history: list[ArrayPayload], checkpoint: ArrayPayload | None
+        self, name: str, history: list[Delivered], checkpoint: Delivered | None
     ) -> None:
-        for payload in history + ([checkpoint] if checkpoint else []):
+        for payload, tier in history + ([checkpoint] if checkpoint else []):
             for component, start, stop in payload.layout.components:
-                self.counters.add(name, stop - start, component=component, tier="host")
+                self.counters.add(name, stop - start, component=component, tier=tier)
 
     def _check_open(self) -> None:
         if self._closed:
