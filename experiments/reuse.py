@@ -40,7 +40,13 @@ def trained_model(
         recipe.workdir = str(pathlib.Path(config.workdir) / "train" / scenario.name)
         params = training.run(recipe).params
     else:
-        recipe, params = checkpoint.load(scenario.checkpoint)
+        try:
+            recipe, params = checkpoint.load(scenario.checkpoint)
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"no checkpoint {scenario.checkpoint!r} for scenario {scenario.name!r} ({error}); "
+                "give another with --config.<scenario>.checkpoint, or make it anew with --train"
+            ) from error
     model = models.build(recipe.model.replace(chunk=scenario.chunk, block=scenario.chunk))
     return recipe, model, jax.device_put(params)
 
@@ -53,6 +59,9 @@ def run_cell(
 ) -> dict:
     """One scenario under one store size: every mode serves every request, request by request."""
     recipe, model, params = trained
+    for name in ("requests", "documents", "document_tokens", "question_tokens"):
+        if getattr(scenario, name) < 1:
+            raise ValueError(f"{scenario.name}.{name}={getattr(scenario, name)} must be >= 1")
     requests = reuse_requests.draw(scenario, recipe, config.seed)
     granularity = model.cache_spec.granularity
     if scenario.document_tokens % granularity:

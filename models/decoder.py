@@ -13,6 +13,7 @@ from hetero_kv.contract import CacheSpec
 from hetero_kv.params import Params, ParamTree
 from hetero_kv.state import Cache
 from models import pieces, schedule
+from models.checks import check_config, check_tokens
 from models.config import DecoderConfig
 from models.layers import layer
 from models.sampling import Sampler
@@ -32,6 +33,7 @@ class Decoder:
                 "layer_types and mlp_types must name the same number of layers, at least one: got "
                 f"{len(config.layer_types)} and {len(config.mlp_types)}"
             )
+        check_config(config)
         self.config = config.replace()  # later changes to the caller's object do not reach us
         kinds = list(zip(config.layer_types, config.mlp_types, strict=True))
         self.runs = schedule.cut(kinds, config.scan_layers)
@@ -81,7 +83,8 @@ class Decoder:
         """
         if select not in ("topk", "all"):
             raise ValueError(f"select must be 'topk' or 'all', got {select!r}")
-        logits, found = self.stack.forward(params, tokens, Train(select, aux))
+        check_tokens(tokens, (None, None), self.config.vocab_size)
+        logits, found = self.stack.forward(params, jnp.asarray(tokens), Train(select, aux))
         return (logits, found) if aux else logits
 
     # -- inference -----------------------------------------------------------------------------
@@ -125,6 +128,7 @@ class Decoder:
         cache. Raises ValueError where a row would not fit its capacity (inside a trace such a row
         is refused: it does not move).
         """
+        check_tokens(tokens, (cache.batch, None), self.config.vocab_size)
         run = functools.partial(self._call, params, replay=False)
         return pieces.drive(
             run, tokens, valid, cache, self.cache_spec.chunk, self.call_sizes, logits
@@ -142,6 +146,7 @@ class Decoder:
         Rows with active = False (bool[R]) do not move. A row whose cache is full does not move
         either, and its logits are NaN.
         """
+        check_tokens(token, (cache.batch,), self.config.vocab_size)
         return self._step(params, token, cache, active)
 
     @functools.cached_property
@@ -168,7 +173,19 @@ class Decoder:
         key: jax.Array | None = None,
         active: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache]:
-        """Decodes `steps` tokens in one compiled scan, from token i32[R]: i32[R, steps]."""
+        """Decodes `steps` tokens in one compiled scan, from token i32[R]: i32[R, steps].
+
+        Raises ValueError where an active row would not fit its capacity.
+        """
+        check_tokens(token, (cache.batch,), self.config.vocab_size)
+        moves = True if active is None else active
+        if not any(isinstance(x, jax.core.Tracer) for x in (cache.length, moves)):
+            ends = np.where(np.asarray(moves), np.asarray(cache.length) + steps, 0)
+            if (ends > cache.capacity).any():
+                raise ValueError(
+                    f"{steps=} would not fit: lengths {np.asarray(cache.length)}, capacity "
+                    f"{cache.capacity}; make the cache larger or decode fewer steps"
+                )
         key = jax.random.key(0) if key is None else key
         return self._many(params, token, cache, key, active, steps, sampler or Sampler())
 

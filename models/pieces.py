@@ -46,10 +46,6 @@ def drive(
     logits: str,
 ) -> tuple[jax.Array, Cache]:
     """Runs `run(tokens, count, cache, first, logits=…)` over all pieces; see `Decoder.prefill`."""
-    if np.ndim(tokens) != 2 or np.shape(tokens)[0] != cache.batch or np.shape(tokens)[1] < 1:
-        raise ValueError(
-            f"tokens must be i32[{cache.batch}, S] with S >= 1, got shape {np.shape(tokens)}"
-        )
     if logits not in ("all", "last", "none"):
         raise ValueError(f"logits must be 'all', 'last' or 'none', got {logits!r}")
     if any(isinstance(x, jax.core.Tracer) for x in (tokens, valid, cache.length)):

@@ -27,6 +27,7 @@ BUDGETS = {
     "experiments": 200,
     "oracle": 20,
     "notebooks": 90,
+    "readme": 30,
     "house": 20,
     "parity": 900,
 }

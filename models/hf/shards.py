@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import ml_dtypes  # noqa: F401  (registers bfloat16 with numpy)
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 SINGLE = "model.safetensors"
@@ -42,7 +42,13 @@ class Reader:
         path = self.directory / file
         if not path.is_file():
             raise ValueError(f"{path} does not exist; fetch it or point to another directory")
-        with safe_open(path, framework="numpy") as handle:
+        try:
+            opened = safe_open(path, framework="numpy")
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path} is damaged or incomplete ({error}); fetch it again"
+            ) from error
+        with opened as handle:
             for name in handle.keys():  # noqa: SIM118
                 if name in self.files:
                     raise ValueError(f"{name} is in {self.files[name]} and in {file}; keep one")
