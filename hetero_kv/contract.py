@@ -247,6 +247,19 @@ class Segment:
     layers: tuple[LayerSpec, ...]
 
 
+def strides_lcm(segments: tuple[Segment, ...]) -> int:
+    """Least common multiple of all strides and tail groups, in tokens."""
+    strides = [1]
+    for segment in segments:
+        for layer in segment.layers:
+            for _, leaf in layer.leaves:
+                if isinstance(leaf.contract, History):
+                    strides.append(leaf.contract.stride)
+                elif isinstance(leaf.contract, Point) and leaf.contract.group:
+                    strides.append(leaf.contract.group)
+    return math.lcm(*strides)
+
+
 @dataclasses.dataclass(frozen=True)
 class LeafSlot:
     """One stacked leaf of a cache: where it is, how often it repeats, and its declaration."""
@@ -290,13 +303,7 @@ class CacheSpec:
     @property
     def strides_lcm(self) -> int:
         """Least common multiple of all strides and tail groups, in tokens."""
-        strides = [1]
-        for slot in self.slots():
-            if isinstance(slot.leaf.contract, History):
-                strides.append(slot.leaf.contract.stride)
-            elif isinstance(slot.leaf.contract, Point) and slot.leaf.contract.group:
-                strides.append(slot.leaf.contract.group)
-        return math.lcm(*strides)
+        return strides_lcm(self.segments)
 
     @property
     def granularity(self) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 
 from hetero_kv import state
 from hetero_kv.attention.call import Train
-from hetero_kv.contract import CacheSpec
+from hetero_kv.contract import CacheSpec, strides_lcm
 from hetero_kv.params import Params, ParamTree
 from hetero_kv.state import Cache
 from models import pieces, schedule
@@ -52,7 +52,7 @@ class Decoder:
             chunk=config.chunk,
         )
         segments = self.stack.cache_segments()
-        lcm = CacheSpec(segments, chunk=1, block=_lcm_block(segments)).strides_lcm
+        lcm = strides_lcm(segments)
         block = config.block or lcm * math.ceil(16 / lcm)
         self.cache_spec = CacheSpec(segments, chunk=config.chunk, block=block)
 
@@ -233,14 +233,3 @@ class Decoder:
 
         _, cache = pieces.drive(run, part, valid, cache, spec.chunk, self.call_sizes, "none")
         return cache
-
-
-def _lcm_block(segments) -> int:
-    """A block that any strides accept, to learn their lcm from the spec itself."""
-    strides = [1]
-    for segment in segments:
-        for spec in segment.layers:
-            for _, leaf in spec.leaves:
-                strides.append(getattr(leaf.contract, "stride", 0) or 1)
-                strides.append(getattr(leaf.contract, "group", 0) or 1)
-    return math.lcm(*strides)

@@ -65,9 +65,8 @@ def drive(
     first = np.zeros(rows, np.int32)
     calls = plan(length, valid, chunk)
     if not calls:
-        shape, dtype = _shape_of(run, tokens[:, :1], valid.astype(np.int32), cache, first, logits)
-        shape = (rows, size, shape[-1]) if logits == "all" else shape
-        return jnp.zeros(shape, dtype), cache
+        one = tokens[:, :1], valid.astype(np.int32), cache, first
+        return _no_logits(run, *one, logits, size), cache
     for offset, count in calls:
         for columns, some in by_size(count, sizes):
             index = np.minimum(offset[:, None] + np.arange(columns), size - 1)
@@ -141,17 +140,14 @@ def _traced(
         return (done + count, cache, out), None
 
     done = jnp.zeros(rows, jnp.int32)
-    shape, dtype = _shape_of(run, *piece(cache, done), cache, first, logits)
-    shape = (rows, size, shape[-1]) if logits == "all" else shape
+    empty = _no_logits(run, *piece(cache, done), cache, first, logits, size)
     most = (size - 1) // chunk + 2 if size > 1 else 1
-    (_, cache, out), _ = jax.lax.scan(
-        body, (done, cache, jnp.zeros(shape, dtype)), None, length=most
-    )
+    (_, cache, out), _ = jax.lax.scan(body, (done, cache, empty), None, length=most)
     return out, cache
 
 
-def _shape_of(
-    run: Run, part, count, cache, first, logits: str
-) -> tuple[tuple[int, ...], jnp.dtype]:
+def _no_logits(run: Run, part, count, cache, first, logits: str, size: int) -> jax.Array:
+    """Zeros in the shape of a prefill's logits; nothing runs."""
     got, _ = jax.eval_shape(lambda *args: run(*args, logits=logits), part, count, cache, first)
-    return got.shape, got.dtype
+    shape = (got.shape[0], size, got.shape[-1]) if logits == "all" else got.shape
+    return jnp.zeros(shape, got.dtype)
