@@ -64,7 +64,7 @@ class HashOnlyStore(PrefixStore):
         self._check_row(cache, row)
         if lease.released:
             raise ValueError("the lease is released: restore inside its with block")
-        history, _ = self._fetch(lease, cache.capacity)
+        history, _ = self._fetcher.fetch(lease, cache.capacity)
         length = lease.resumable_length
         if not length:
             return self.transfer.write(cache, np.int32(row), np.int32(0), {}, {})

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 
@@ -13,27 +12,21 @@ from hetero_kv.contract import CacheSpec
 from hetero_kv.metrics import Counters, series
 from hetero_kv.prefix.disk.results import Flushed
 from hetero_kv.prefix.disk.tier import DiskTier
-from hetero_kv.prefix.host import STALE, Fetched, HostTier, Ticket
+from hetero_kv.prefix.host import Fetched, HostTier
 from hetero_kv.prefix.identity import Identity
 from hetero_kv.prefix.index import CHECKPOINT, HISTORY, KINDS, Group
 from hetero_kv.prefix.keys import Digest, Keys, block_keys, sha256
 from hetero_kv.prefix.lease import Lease
 from hetero_kv.prefix.payload import ArrayPayload, GroupLayout, label
-from hetero_kv.prefix.plan import DISK, HOST, Geometry, Plan, Planner, Reason, plan
+from hetero_kv.prefix.plan import Geometry, Plan, Planner, Reason, plan
 from hetero_kv.prefix.policy import Policy
 from hetero_kv.prefix.report import Explanation, Published
+from hetero_kv.prefix.restore import Delivered, Fetcher
 from hetero_kv.prefix.tiered import TieredCatalog
 from hetero_kv.prefix.transfer import transfer_for
 from hetero_kv.state import Cache
 
 Extra = Mapping[str, object] | None
-
-
-class Delivered(NamedTuple):
-    """What a tier delivered, a payload of its own."""
-
-    payload: ArrayPayload
-    tier: str
 
 
 class PrefixStore:
@@ -86,6 +79,9 @@ class PrefixStore:
         self.catalog = TieredCatalog(self.geometry, tier, kept, self.counters, self.disk)
         if self.disk is not None:
             self.catalog.load(digest, lambda *group: self._layout_of(*group).nbytes)
+        self._fetcher = Fetcher(
+            self.catalog, self.disk, self.transfer, self.counters, self._planner
+        )
         self._digest = digest
         self._closed = False
 
@@ -121,7 +117,7 @@ class PrefixStore:
         self._check_row(cache, row)
         if lease.released:
             raise ValueError("the lease is released: restore inside its with block")
-        history, checkpoint = self._fetch(lease, cache.capacity)
+        history, checkpoint = self._fetcher.fetch(lease, cache.capacity)
         length = lease.resumable_length
         cache = self.transfer.write(
             cache,
@@ -248,8 +244,8 @@ class PrefixStore:
             fetched = self.catalog.tier.read(host, group.label)
             if fetched.payload is None and self.catalog.places(group)[0] == host:
                 found.append(self._damage(group, fetched))
-                if disk is None or not self._can_leave_host(group, host, fetched):
-                    self._drop(group, fetched.failure, fetched.component)
+                if disk is None or not self._fetcher.can_leave_host(group, host, fetched):
+                    self._fetcher.drop(group, fetched.failure, fetched.component)
         return found
 
     def flush(self) -> Flushed:
@@ -293,7 +289,7 @@ class PrefixStore:
         fetched = self.disk.read(ticket, group.label)
         if fetched.payload is not None or self.catalog.places(group)[1] != ticket:
             return []
-        self._count_damage("disk_dropped_total", group, fetched.failure, fetched.component)
+        self._fetcher.count_damage("disk_dropped_total", group, fetched.failure, fetched.component)
         self.catalog.leave_disk(group)
         return [f"disk: {self._damage(group, fetched)}"]
 
@@ -354,91 +350,6 @@ class PrefixStore:
                 reasons=(dataclasses.replace(reason, before=geometry.largest_boundary(length)),),
             )
         return functools.partial(plan, replay=self.policy.checkpoints.replay, limit=limit)
-
-    def _fetch(self, lease: Lease, capacity: int) -> tuple[list[Delivered], Delivered | None]:
-        """Copies of what the lease promises. Shortens its plan to what could be delivered."""
-        if lease.resumable_length > capacity:
-            self._replan(lease, self._planner(lease.keys, limit=capacity))
-        for last_try in (False, True):
-            got, failed = self._read(lease)
-            if failed is None:
-                blocks = len(lease.history)
-                return got[:blocks], (got[blocks] if lease.checkpoint else None)
-            # One shorter plan, then a cold start: a store that keeps failing must not keep a
-            # request busy.
-            limit = 0 if last_try else capacity
-            self._replan(lease, self._planner(lease.keys, limit=limit), failed)
-        return [], None
-
-    def _read(self, lease: Lease) -> tuple[list[Delivered], tuple[str, str] | None]:
-        """Copies of all groups, or (component, code) of the first that could not be delivered."""
-        got: list[Delivered] = []
-        groups = lease.groups()
-        try:
-            failed = self._read_into(got, groups, lease.resumable_length)
-        finally:
-            read = zip(groups, got, strict=False)
-            promoted = [(group, x.payload) for group, x in read if x.tier == DISK]
-            if promoted:
-                self.catalog.promote(promoted)
-        return ([], failed) if failed else (got, None)
-
-    def _read_into(
-        self, got: list[Delivered], groups: list[Group], length: int
-    ) -> tuple[str, str] | None:
-        for group in groups:
-            fetched, tier = self._read_group(group)
-            failure, component = fetched.failure, fetched.component
-            if not failure and group.kind == CHECKPOINT:
-                component = self.transfer.wrong_positions(fetched.payload, length)
-                failure = "evidence" if component else ""
-            if failure:
-                self._drop(group, failure, component)
-                return component or group.kind, failure
-            got.append(Delivered(fetched.payload, tier))
-        return None
-
-    def _read_group(self, group: Group) -> tuple[Fetched, str]:
-        """From host memory, or else from disk; called without the catalog's lock."""
-        host, disk = self.catalog.places(group)
-        if host is not None:
-            fetched = self.catalog.tier.read(host, group.label)
-            if not fetched.failure or not self._can_leave_host(group, host, fetched):
-                return fetched, HOST
-            _, disk = self.catalog.places(group)
-        if disk is None:
-            return Fetched(None, STALE), DISK
-        return self.disk.read(disk, group.label), DISK
-
-    def _can_leave_host(self, group: Group, ticket: Ticket, fetched: Fetched) -> bool:
-        """Whether what is damaged in host memory may be read from disk."""
-        if self.disk is None or not self.catalog.leave_host(group, ticket):
-            return False
-        self._count_damage("healed_total", group, fetched.failure, fetched.component)
-        return True
-
-    def _replan(
-        self, lease: Lease, planner: Planner, failed: tuple[str, str] | None = None
-    ) -> None:
-        before, candidate, reasons = lease.resumable_length, lease.candidate_length, lease.reasons
-        self.catalog.reopen(lease, planner)
-        after = lease.resumable_length
-        if failed is not None:
-            reasons = (*reasons, Reason(*failed, before, after, "found while restoring"))
-        new = tuple(x for x in lease.reasons if x not in reasons)
-        shortened = dataclasses.replace(
-            lease.plan, candidate_length=candidate, reasons=reasons + new
-        )
-        lease.renew(shortened, lease.history, lease.checkpoint)
-        self.counters.add("replans_total")
-        self.counters.add("lost_tokens_total", max(0, before - after))
-
-    def _drop(self, group: Group, failure: str, component: str) -> None:
-        self._count_damage("dropped_total", group, failure, component)
-        self.catalog.discard(group)
-
-    def _count_damage(self, name: str, group: Group, failure: str, component: str) -> None:
-        self.counters.add(name, kind=group.kind, component=component, reason=failure)
 
     def _seal(self, kind: str, keys: Keys, block: int, buffer: np.ndarray) -> ArrayPayload:
         layout = self._layout_of(kind, block + 1)

@@ -43,7 +43,7 @@ def groups(store):
     """Contents of all groups, wherever they are, by label."""
     found = {}
     for group in store.catalog.groups():
-        fetched, _ = store._read_group(group)
+        fetched, _ = store._fetcher.read_group(group)
         assert not fetched.failure
         found[group.label] = fetched.payload.buffer.tobytes()
     return found
