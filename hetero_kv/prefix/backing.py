@@ -5,7 +5,6 @@ never calls back. What is on disk is closed under prefixes as well: a group is p
 after the history under it, and goes only after what hangs on it.
 """
 
-import math
 from collections.abc import Callable, Iterable
 
 from hetero_kv.metrics import Counters
@@ -13,11 +12,14 @@ from hetero_kv.prefix.disk.books import Entry
 from hetero_kv.prefix.disk.results import Stored
 from hetero_kv.prefix.disk.tier import DiskTier
 from hetero_kv.prefix.encoding import decode_bytes, encode
+from hetero_kv.prefix.eviction import Eviction
 from hetero_kv.prefix.host import Ticket
 from hetero_kv.prefix.index import CHECKPOINT, HISTORY, KINDS, Group, Index, Node
 from hetero_kv.prefix.keys import Digest
 from hetero_kv.prefix.payload import ArrayPayload
+from hetero_kv.prefix.plan import DISK
 from hetero_kv.prefix.policy import Policy
+from hetero_kv.prefix.quotas import Account, next_victim, shares
 
 PayloadOf = Callable[[Group], ArrayPayload]
 Forget = Callable[[Group, bool], None]
@@ -29,6 +31,7 @@ class Backing:
     block: tokens of a block.
     forget: takes a group (True: a victim), and what hangs on it there, off the disk, and out of
     the index what is nowhere else then. payload_of: the payload of a group in host memory.
+    make_order: makes an order of eviction. limited: whether tenants have quotas.
     """
 
     def __init__(
@@ -39,6 +42,8 @@ class Backing:
         counters: Counters,
         forget: Forget,
         payload_of: PayloadOf,
+        make_order: Callable[[], Eviction],
+        limited: bool = False,
     ):
         self.tier = tier
         self.used = dict.fromkeys(KINDS, 0)  # bytes of payloads
@@ -49,13 +54,17 @@ class Backing:
         self._policy = policy
         self._block = block
         self._groups: dict[int, Group] = {}  # by generation
-        self._eviction = {kind: policy.eviction() for kind in KINDS}
-        share = math.ceil(policy.checkpoint_share * tier.capacity)
-        self._share = {HISTORY: tier.capacity - share, CHECKPOINT: share}
+        self._eviction = {kind: make_order() for kind in KINDS}
+        self._share = shares(policy.checkpoint_share, tier.capacity)
+        self._limited = limited
 
     def holds(self, group: Group) -> bool:
         """Whether the group can be read from disk."""
         return group.disk is not None and self.tier.is_current(group.disk)
+
+    def order(self, kind: str) -> Eviction:
+        """The order of eviction of a kind."""
+        return self._eviction[kind]
 
     # -- in and out ----------------------------------------------------------------------------
 
@@ -105,6 +114,9 @@ class Backing:
         if above is not None:
             above.pins += 1  # making room must not take it
         try:
+            if self._limited and not self._own_room(node.account, group.kind, group.nbytes):
+                self._counters.add("quota_refused_total", kind=group.kind, tier=DISK)
+                return False
             ticket = self.tier.put(group.kind, node.key, node.depth, payload, meta)
             if ticket is None and self._make_room(group, payload, meta):
                 ticket = self.tier.put(group.kind, node.key, node.depth, payload, meta)
@@ -124,6 +136,8 @@ class Backing:
         group.disk = ticket
         self._groups[ticket.generation] = group
         self.used[group.kind] += group.nbytes
+        if self._limited:
+            node.account.disk[group.kind] += group.nbytes
         self.missing.pop(group, None)
         if self._policy.cost is not None:
             start = node.depth - 1 if group.kind == HISTORY else 0
@@ -140,6 +154,8 @@ class Backing:
         group.disk = None
         del self._groups[ticket.generation]
         self.used[group.kind] -= group.nbytes
+        if self._limited:
+            group.node.account.disk[group.kind] -= group.nbytes
         self._eviction[group.kind].remove(group, evicted)
         if drop:
             self.tier.drop(ticket)
@@ -188,20 +204,42 @@ class Backing:
         if need > self.tier.room + self.tier.ledger().live + self.tier.ledger().queued:
             return False
         kind = group.kind
-        other = CHECKPOINT if kind == HISTORY else HISTORY
         while self.tier.room < need:
-            within = self.used[kind] + need <= self._share[kind]
-            victim = None if within else self._victim(kind)
-            if victim is None and self.used[other] > self._share[other]:
-                victim = self._victim(other)
-            if victim is None and within:
-                victim = self._victim(kind)
+            after = self.used[kind] + need
+            victim = next_victim(kind, after, self.used, self._share, self._victim)
             if victim is None:
                 return False
-            self._counters.add("disk_evicted_groups_total", kind=victim.kind)
-            self._counters.add("disk_evicted_bytes_total", victim.nbytes, kind=victim.kind)
-            self._forget(victim, True)
+            self._evict(victim)
         return True
+
+    def _own_room(self, account: Account, kind: str, nbytes: int) -> bool:
+        """Takes a tenant's own groups off the disk until `nbytes` more are within its quota."""
+        limit = account.quota.disk_bytes
+        if limit is None:
+            return True
+        share = shares(self._policy.checkpoint_share, limit)
+
+        def victim_of(kind: str) -> Group | None:
+            return self._eviction[kind].victim_of(account, self._evictable)
+
+        while sum(account.disk.values()) + nbytes > limit:
+            after = account.disk[kind] + nbytes
+            fits = nbytes <= limit
+            victim = next_victim(kind, after, account.disk, share, victim_of) if fits else None
+            if victim is None:
+                return False
+            self._counters.add("quota_evicted_groups_total", tier=DISK)
+            self._evict(victim)
+        return True
+
+    def enforce(self, account: Account) -> None:
+        """Keeps to a quota that is smaller than what was found at the start."""
+        self._own_room(account, HISTORY, 0)
+
+    def _evict(self, victim: Group) -> None:
+        self._counters.add("disk_evicted_groups_total", kind=victim.kind)
+        self._counters.add("disk_evicted_bytes_total", victim.nbytes, kind=victim.kind)
+        self._forget(victim, True)
 
     def _victim(self, kind: str) -> Group | None:
         return self._eviction[kind].victim(self._evictable)
@@ -222,10 +260,12 @@ class Backing:
 
     # -- start and checks ----------------------------------------------------------------------
 
-    def rebuild(self, index: Index, digest: Digest, nbytes: Callable[[str, int], int]) -> None:
+    def rebuild(
+        self, index: Index, digest: Digest, nbytes: Callable[[str, int], int], now: float = 0.0
+    ) -> None:
         """Fills an empty index with what is stored. What does not fit in is dropped.
 
-        nbytes: (kind, depth) → bytes of such a group's payload.
+        nbytes: (kind, depth) → bytes of such a group's payload. now: by the catalog's clock.
         """
         found: list[tuple[Group, Ticket]] = []
         nodes: dict[bytes, Node] = {}
@@ -236,7 +276,9 @@ class Backing:
                 self._counters.add("disk_orphans_total", kind=one.kind, reason=node)
                 self.tier.drop(one.ticket)
                 continue
-            group = Group(one.kind, node, -1, 0, nbytes(one.kind, one.depth))
+            group = Group(one.kind, node, -1, 0, nbytes(one.kind, one.depth), born=now, used=now)
+            if self._limited:
+                node.account.groups[one.kind] += 1
             if one.kind == HISTORY:
                 node.history, nodes[one.key] = group, node
             else:

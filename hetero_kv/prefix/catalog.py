@@ -3,65 +3,73 @@
 The same code serves the engine (array payloads) and trace replay (sizes only).
 """
 
-import itertools
-import math
-import threading
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterable
 
-from hetero_kv.metrics import Counters
-from hetero_kv.prefix.backing import Backing
-from hetero_kv.prefix.host import HostTier
-from hetero_kv.prefix.index import CHECKPOINT, HISTORY, KINDS, Group, Index, Node
-from hetero_kv.prefix.keys import Keys
+from hetero_kv.prefix.flight import Flights
+from hetero_kv.prefix.index import CHECKPOINT, HISTORY, KINDS, Group, Node
+from hetero_kv.prefix.keys import Keys, Root, read_root
 from hetero_kv.prefix.lease import Lease
 from hetero_kv.prefix.payload import Payload
-from hetero_kv.prefix.plan import DISK, HOST, Geometry, Plan, Planner, Presence
-from hetero_kv.prefix.policy import Policy
+from hetero_kv.prefix.plan import DISK, HOST, Plan, Planner, Presence
+from hetero_kv.prefix.quotas import Account
+from hetero_kv.prefix.report import Removed
+from hetero_kv.prefix.room import NO_ROOM, Room
 
 
-class Catalog:
+class Catalog(Room):
     """Index, tier and eviction under one lock."""
 
-    def __init__(self, geometry: Geometry, tier: HostTier, policy: Policy, counters: Counters):
-        self.geometry = geometry
-        self.tier = tier
-        self.policy = policy
-        self.index = Index()
-        self.used = dict.fromkeys(KINDS, 0)  # bytes in host memory
-        self.leases = 0  # open ones
-        self._eviction = {kind: policy.eviction() for kind in KINDS}
-        share = math.ceil(policy.checkpoint_share * tier.capacity)
-        self._share = {HISTORY: tier.capacity - share, CHECKPOINT: share}  # bytes
-        self._counters = counters
-        self._lock = threading.RLock()
-        self.disk: Backing | None = None  # `TieredCatalog` may have one
+    @functools.cached_property
+    def flights(self) -> Flights:
+        """What open leases are computing now."""
+        run = self.policy.replay_tokens(self.geometry)
+        return Flights(self.geometry, run, self._lock, self._counters)
 
     # -- lookup ------------------------------------------------------------------------------
 
     def explain(self, keys: Keys, prompt_length: int, planner: Planner) -> Plan:
         """The plan as it would be made now; pins and touches nothing."""
+        return self.examine(keys, prompt_length, planner)[0]
+
+    def examine(
+        self, keys: Keys, prompt_length: int, planner: Planner
+    ) -> tuple[Plan, Presence, Account | None]:
+        """The plan as it would be made now, what is stored, and whose it is (with quotas)."""
         with self._lock:
-            return planner(self.geometry, prompt_length, self._presence(self.index.match(keys)))
+            nodes = self.index.match(keys)
+            presence = self._presence(nodes)
+            account = nodes[0].account if nodes else None
+            return planner(self.geometry, prompt_length, presence), presence, account
 
     def open(self, keys: Keys, prompt_length: int, planner: Planner) -> Lease:
         """Plans and pins what the plan promises."""
         with self._lock:
+            self.flights.settle()
             plan, history, checkpoint = self._plan(keys, prompt_length, planner)
             points = self.policy.checkpoints.points(
                 prompt_length, self.geometry, plan.candidate_length
             )
-            lease = Lease(self._close, keys, prompt_length, plan, history, checkpoint, points)
+            abandon = self.flights.abandon
+            lease = Lease(
+                self._close, abandon, keys, prompt_length, plan, history, checkpoint, points
+            )
             self._pin(lease)
             self.leases += 1
+            # With the plan under one lock: what is published later finds the follower, and what
+            # was published before, the plan.
+            self.flights.join(lease)
             return lease
 
-    def reopen(self, lease: Lease, planner: Planner) -> None:
-        """Plans anew for a lease whose promise could not be kept."""
+    def reopen(self, lease: Lease, planner: Planner, follow: bool = False) -> None:
+        """Plans anew for a lease whose promise could not be kept, or that waited (`follow`)."""
         with self._lock:
+            self.flights.leave(lease)
             self._unpin(lease)
             plan, history, checkpoint = self._plan(lease.keys, lease.prompt_length, planner)
             lease.renew(plan, history, checkpoint)
             self._pin(lease)
+            self.flights.join(lease, follow)
 
     # -- publish -----------------------------------------------------------------------------
 
@@ -86,7 +94,7 @@ class Catalog:
         """
         with self._lock:
             sizes = [x.nbytes for x in payloads]
-            if sum(sizes) > self.tier.free:
+            if sum(sizes) > self.tier.free and self.accounts is None:
                 # In one go. What cannot be had is missed, block by block, below.
                 self._make_room(HISTORY, sum(sizes), max(sizes))
             parent = path[-1] if path else self.index.root(keys)
@@ -94,6 +102,9 @@ class Catalog:
                 return "collision"
             if path and parent.history is None:
                 return "gone"  # cleared while the payload was made
+            if not path and not self._is_kept(parent):
+                self.index.prune(parent)
+                return "epoch"  # retired since the keys were made
             stored: list[int] = []  # bytes
             reason = self._extend(keys, path, parent, payloads, stored)
             if stored:
@@ -110,7 +121,7 @@ class Catalog:
     ) -> str:
         # The hot loop of publishing: `_store` is written out in it.
         extend, put, tier, disk = self.index.extend, self.tier.put, self.tier, self.disk
-        depth = len(path)
+        depth, limited, now = len(path), self.accounts is not None, self._lives.clock()
         following = zip(keys.keys[depth:], keys.contents[depth:], payloads, strict=False)
         for key, content, payload in following:
             node = extend(parent, key, content)
@@ -119,17 +130,27 @@ class Catalog:
                 return "collision"
             if node.history is None:
                 nbytes = payload.nbytes
-                ticket = None
-                if nbytes <= tier.free or self._make_room(HISTORY, nbytes):
+                ticket, short = None, NO_ROOM
+                if limited:
+                    short = self._quota_short(HISTORY, node.account, nbytes)
+                    if not short and (nbytes <= tier.free or self._make_room(HISTORY, nbytes)):
+                        ticket = put(payload)
+                elif nbytes <= tier.free or self._make_room(HISTORY, nbytes):
                     ticket = put(payload)
                 if ticket is not None:
-                    node.history = Group(HISTORY, node, ticket[0], ticket[1], nbytes, 1)
+                    node.history = Group(
+                        HISTORY, node, ticket[0], ticket[1], nbytes, 1, False, None, now, now
+                    )
                     self.used[HISTORY] += nbytes
+                    if limited:
+                        self._charge(node.history, 1)
                     if disk is not None:
                         disk.put(node.history, payload)
-                elif not self._only_on_disk(HISTORY, node, payload, 1):
-                    self.index.prune(node)
-                    return "no_room"
+                else:
+                    short = self._only_on_disk(HISTORY, node, payload, 1, short or NO_ROOM)
+                    if short:
+                        self.index.prune(node)
+                        return short
                 stored.append(nbytes)
             else:
                 node.history.pins += 1
@@ -156,17 +177,23 @@ class Catalog:
                 return "gone"
             if node.checkpoint is not None:
                 return ""  # another thread was faster
-            nbytes, ticket = payload.nbytes, None
-            if nbytes <= self.tier.free or self._make_room(CHECKPOINT, nbytes):
+            nbytes, ticket, short = payload.nbytes, None, ""
+            if self.accounts is not None:
+                short = self._quota_short(CHECKPOINT, node.account, nbytes)
+            if not short and (nbytes <= self.tier.free or self._make_room(CHECKPOINT, nbytes)):
                 ticket = self.tier.put(payload)
             if ticket is not None:
-                node.checkpoint = Group(CHECKPOINT, node, *ticket, nbytes)
+                now = self._lives.clock()
+                node.checkpoint = Group(CHECKPOINT, node, *ticket, nbytes, born=now, used=now)
                 self.used[CHECKPOINT] += nbytes
+                self._charge(node.checkpoint, 1)
                 self._queue(node.checkpoint)
                 if self.disk is not None:
                     self.disk.put(node.checkpoint, payload)
-            elif not self._only_on_disk(CHECKPOINT, node, payload, 0):
-                return "no_room"
+            else:
+                short = self._only_on_disk(CHECKPOINT, node, payload, 0, short or NO_ROOM)
+                if short:
+                    return short
             self._count_stored(CHECKPOINT, 1, payload.nbytes)
             return ""
 
@@ -188,6 +215,8 @@ class Catalog:
                 self.disk.refresh(groups)
             if order.parked or self.disk is not None:
                 self._offer(groups)
+            if self.flights.followed:
+                self.flights.published(path)
             if path:
                 self._drop_bare(path[-1])
 
@@ -205,12 +234,67 @@ class Catalog:
             for node in self.index.subtree(group.node):
                 self._remove_node(node)
 
-    def clear(self) -> None:
+    def clear(self) -> Removed:
         """Drops everything, pinned or not."""
+        return self.forget(lambda root: True, "cleared")
+
+    def forget(self, pick: Callable[[Root], bool], reason: str) -> Removed:
+        """Drops every group, pinned or not, of the tenants and epochs that `pick` picks."""
         with self._lock:
-            for node in [x for x in self.index if x.depth == 1]:
-                for under in self.index.subtree(node):
-                    self._remove_node(under)
+            found = [x for x in self.index.roots() if pick(read_root(x.content))]
+            under = [x for root in found for x in self.index.subtree(root) if x.depth]
+            return self._invalidate(under, reason)
+
+    def forget_path(self, keys: Keys, shared: bool, reason: str) -> Removed:
+        """Drops what is stored of a prompt from where no other stored one shares it.
+
+        shared: also what others share, and with it what they have stored beyond it.
+        """
+        with self._lock:
+            path, gone = self.index.match(keys), []
+            if shared:
+                return self._invalidate(self.index.subtree(path[0]) if path else [], reason)
+            below = None
+            for node in reversed(path):
+                if any(x is not below for x in node.children()):
+                    break
+                gone.append(node)
+                below = node
+            return self._invalidate(gone, reason)
+
+    def retain(self, epochs: Iterable[bytes]) -> Removed:
+        """From now on only groups of these epochs are stored; drops those of others."""
+        with self._lock:
+            self.epochs = frozenset(epochs)
+            return self.forget(lambda root: root.epoch not in self.epochs, "epoch")
+
+    def epochs_by_age(self) -> list[bytes]:
+        """Epochs that anything is stored of, the one last put on disk last."""
+        with self._lock:
+            newest: dict[bytes, int] = {}
+            for root in self.index.roots():
+                epoch = read_root(root.content).epoch
+                for node in self.index.subtree(root):
+                    for group in filter(None, (node.history, node.checkpoint)):
+                        put = group.disk.generation if group.disk is not None else 0
+                        newest[epoch] = max(newest.get(epoch, 0), put)
+            return sorted(newest, key=newest.__getitem__)
+
+    def _invalidate(self, nodes: list[Node], reason: str) -> Removed:
+        """nodes: children before parents."""
+        sizes: dict[str, list[int]] = {}
+        for node in nodes:
+            for kind in KINDS:
+                group = node.group(kind)
+                if group is not None:
+                    sizes.setdefault(kind, []).append(group.nbytes)
+        for node in nodes:
+            self._remove_node(node)
+        for kind, some in sizes.items():
+            labels = dict(kind=kind, reason=reason)
+            self._counters.add("invalidated_groups_total", len(some), **labels)
+            self._counters.add("invalidated_bytes_total", sum(some), **labels)
+        return Removed(sum(map(len, sizes.values())), sum(map(sum, sizes.values())))
 
     # -- checks ------------------------------------------------------------------------------
 
@@ -239,6 +323,8 @@ class Catalog:
                     found.append(f"{group.kind} at depth {group.node.depth}: {group.pins=}")
             if used != self.used or sum(used.values()) != owned:
                 found.append(f"counted {used}, booked {self.used}, tier owns {owned}")
+            if self.accounts is not None:
+                found += self.accounts.problems(self.groups())
             if self.disk is not None:
                 found += self.disk.problems(self.groups())
             return found
@@ -265,17 +351,20 @@ class Catalog:
         stored = any(plan.routes[x] in (HOST, DISK) for x in self.geometry.checkpoint)
         return plan, history, nodes[blocks - 1].checkpoint if stored else None
 
+    def _is_kept(self, root: Node) -> bool:
+        return self.epochs is None or read_root(root.content).epoch in self.epochs
+
     def _close(self, lease: Lease) -> None:
         with self._lock:
+            self.flights.leave(lease)
             self._unpin(lease)
             self.leases -= 1
 
     def _pin(self, lease: Lease) -> None:
-        for group in lease.history:
-            group.pins += 1
+        self._lives.pin(HISTORY, lease.history)
         self._eviction[HISTORY].touch_all([x for x in reversed(lease.history) if x.queued])
         if lease.checkpoint is not None:
-            lease.checkpoint.pins += 1
+            self._lives.pin(CHECKPOINT, [lease.checkpoint])
             if lease.checkpoint.queued:
                 self._eviction[CHECKPOINT].touch(lease.checkpoint)
         if self.disk is not None:
@@ -287,148 +376,3 @@ class Catalog:
             group.pins -= 1
         if self.disk is not None or any(x.parked for x in self._eviction.values()):
             self._offer(groups)
-
-    def _offer(self, groups: list[Group]) -> None:
-        for group in groups:
-            if not group.pins and group.queued:
-                self._eviction[group.kind].offer(group)
-        if self.disk is not None:
-            self.disk.offer(groups)
-
-    def _queue(self, group: Group) -> None:
-        """Tells the order of eviction. New history waits for `let_go`: until then it is pinned,
-        and its leaf must come first."""
-        node, cost = group.node, 1.0
-        group.queued = True
-        if self.policy.cost is not None:
-            start = node.depth - 1 if group.kind == HISTORY else 0
-            size = self.geometry.block
-            cost = self.policy.cost(start * size, node.depth * size)
-        self._eviction[group.kind].add(group, node.key, group.nbytes, node.depth, cost)
-
-    def _count_stored(self, kind: str, groups: int, nbytes: int) -> None:
-        self._counters.add("stored_groups_total", groups, kind=kind)
-        self._counters.add("stored_bytes_total", nbytes, kind=kind)
-
-    def _make_room(self, kind: str, nbytes: int, each: int = 0) -> bool:
-        """Evicts until `nbytes` are free; a kind gives way only for what it has over its share.
-
-        each: bytes of one group, where room is made for several (0: for one).
-        """
-        evicted: list[tuple[Group, str]] = []
-        try:
-            return nbytes <= self.tier.capacity and self._evict_for(
-                kind, nbytes, each or nbytes, evicted
-            )
-        finally:
-            for gone, how in itertools.product(KINDS, ("evicted", "demoted")):
-                sizes = [x.nbytes for x, y in evicted if x.kind == gone and y == how]
-                if sizes:
-                    self._counters.add(f"{how}_groups_total", len(sizes), kind=gone)
-                    self._counters.add(f"{how}_bytes_total", sum(sizes), kind=gone)
-
-    def _evict_for(
-        self, kind: str, nbytes: int, each: int, evicted: list[tuple[Group, str]]
-    ) -> bool:
-        other = CHECKPOINT if kind == HISTORY else HISTORY
-        while self.tier.free < nbytes:
-            # The next group beside those that the room made so far is for.
-            after = self.used[kind] + (self.tier.free // each + 1) * each
-            within = after <= self._share[kind]
-            victim = None
-            if not within:
-                victim = self._victim(kind)
-            if victim is None and self.used[other] > self._share[other]:
-                victim = self._victim(other)
-            if victim is None and within:
-                victim = self._victim(kind)
-            if victim is None:
-                return False
-            evicted.append((victim, self._evict(victim)))
-        return True
-
-    def _victim(self, kind: str) -> Group | None:
-        return self._eviction[kind].victim(self._evictable)
-
-    def _evictable(self, group: Group) -> bool:
-        if group.pins or not group.nbytes:
-            return False
-        # Whoever pins a checkpoint pins the history under it as well.
-        if group.kind == CHECKPOINT or group.node.child is None:
-            return True
-        return self.disk is not None and self.disk.holds(group)
-
-    def _evict(self, group: Group) -> str:
-        """Makes its bytes in host memory free; says whether it is still on disk."""
-        node = group.node
-        if self.disk is not None and self.disk.holds(group):
-            self._leave_host(group)
-            return "demoted"
-        if group.kind == CHECKPOINT:
-            self._remove(group, evicted=True)
-            self._drop_bare(node)
-        else:
-            self._remove_node(node, evicted=True)
-        return "evicted"
-
-    def _remove(self, group: Group, evicted: bool = False) -> None:
-        kind, node = group.kind, group.node
-        if kind == HISTORY:
-            node.history = None
-        else:
-            node.checkpoint = None
-        if group.on_host:
-            self.used[kind] -= group.nbytes
-            if group.queued:
-                self._eviction[kind].remove(group, evicted)
-            self.tier.drop(group.ticket)
-        if self.disk is not None:
-            self.disk.detach(group)
-
-    def _leave_host(self, group: Group) -> None:
-        self.used[group.kind] -= group.nbytes
-        if group.queued:
-            self._eviction[group.kind].remove(group, True)
-            group.queued = False
-        self.tier.drop(group.ticket)
-        group.slot = -1
-
-    def _only_on_disk(self, kind: str, node: Node, payload: Payload, pins: int) -> bool:
-        """Stores a group that host memory has no room for; False: the disk has none either."""
-        group = Group(kind, node, -1, 0, payload.nbytes, pins)
-        if self.disk is None or not self.disk.put(group, payload):
-            if self.disk is not None:
-                self.disk.missing.pop(group, None)
-            self._counters.add("refused_total", kind=kind, reason="no_room")
-            return False
-        if kind == HISTORY:
-            node.history = group
-        else:
-            node.checkpoint = group
-        return True
-
-    def _remove_node(self, node: Node, evicted: bool = False) -> None:
-        if node.checkpoint is not None:
-            self._remove(node.checkpoint)
-        if node.history is not None:
-            self._remove(node.history, evicted)
-        self.index.prune(node)
-        parent = node.parent
-        if parent is not None and parent.child is None and parent.history is not None:
-            self._offer([parent.history])  # a leaf now
-
-    def _drop_bare(self, node: Node) -> None:
-        """Where no component has a history, blocks exist only for the checkpoints on them."""
-        for current in _upward(node) if not self.geometry.history else ():
-            kept = current.checkpoint or not current.is_leaf or not current.history
-            if kept or current.history.pins:
-                return
-            self._remove_node(current)
-
-
-def _upward(node: Node) -> Iterator[Node]:
-    current: Node | None = node
-    while current is not None and current.depth:
-        parent = current.parent
-        yield current
-        current = parent

@@ -51,22 +51,30 @@ def encode(value: object) -> bytes:
     raise TypeError(f"cannot encode {type(value).__name__} injectively: {value!r}")
 
 
-def decode_bytes(message: bytes) -> list[bytes] | None:
-    """The values of an encoded sequence of bytes; None if it is nothing of that kind."""
+def frames(message: bytes) -> list[tuple[bytes, bytes]] | None:
+    """(tag, body) of each value of an encoded sequence; None if it is nothing of that kind."""
     found = []
     if message[:1] != b"l" or message[1:9] != struct.pack("<Q", len(message) - 9):
         return None
     at = 9
     while at < len(message):
         stop = at + 9
-        if message[at : at + 1] != b"b" or stop > len(message):
+        if stop > len(message):
             return None
         stop += struct.unpack("<Q", message[at + 1 : stop])[0]
         if stop > len(message):
             return None
-        found.append(message[at + 9 : stop])
+        found.append((message[at : at + 1], message[at + 9 : stop]))
         at = stop
     return found
+
+
+def decode_bytes(message: bytes) -> list[bytes] | None:
+    """The values of an encoded sequence of bytes; None if it is nothing of that kind."""
+    found = frames(message)
+    if found is None or any(tag != b"b" for tag, _ in found):
+        return None
+    return [body for _, body in found]
 
 
 def digest(value: object) -> str:

@@ -39,6 +39,7 @@ class HostTier:
             raise ValueError(f"a tier needs capacity >= 1 byte, got {capacity}")
         self.capacity = capacity
         self.free = capacity  # bytes nobody owns
+        self._least_free = capacity  # before anything was last dropped
         self._payloads: list[Payload | None] = []  # per slot
         self._generations: list[int] = []  # per slot, bumped whenever it is recycled
         self._vacant: list[int] = []
@@ -83,12 +84,19 @@ class HostTier:
         self._payloads[slot] = None
         self._generations[slot] = generation + 1
         self._vacant.append(slot)
+        if self.free < self._least_free:
+            self._least_free = self.free
         self.free += payload.nbytes
 
     def is_current(self, ticket: Ticket) -> bool:
         """Whether the ticket's object is still there."""
         held = self._payloads[ticket.slot] is not None
         return held and self._generations[ticket.slot] == ticket.generation
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were ever owned."""
+        return self.capacity - min(self._least_free, self.free)
 
     def owned(self) -> int:
         """Bytes of all objects, counted anew; free + owned == capacity (DESIGN rule 7)."""

@@ -11,8 +11,9 @@ import dataclasses
 from collections.abc import Iterator
 
 from hetero_kv.prefix.host import Ticket
-from hetero_kv.prefix.keys import Keys
+from hetero_kv.prefix.keys import Keys, read_root
 from hetero_kv.prefix.payload import label
+from hetero_kv.prefix.quotas import Account, Accounts
 
 HISTORY, CHECKPOINT = "history", "checkpoint"
 KINDS = (HISTORY, CHECKPOINT)
@@ -23,6 +24,8 @@ class Group:
     """One stored group. Compared by identity: a group published anew is another group.
 
     It is in host memory (slot >= 0), on disk, or in both.
+
+    born, used: when it was stored and last used, by the catalog's clock.
     """
 
     kind: str
@@ -33,6 +36,8 @@ class Group:
     pins: int = 0
     queued: bool = False  # whether the host's order of eviction knows it
     disk: Ticket | None = None
+    born: float = 0.0
+    used: float = 0.0
 
     @property
     def on_host(self) -> bool:
@@ -58,12 +63,14 @@ class Node:
     depth: blocks from the root, so the node ends at `depth * B` tokens.
     child, older, newer: the newest child, and the siblings before and after (a set for every node
     would take more memory than the rest of it).
+    account: whose it is, where tenants have quotas.
     """
 
     key: bytes
     content: bytes
     parent: "Node | None"
     depth: int
+    account: Account | None = None
     child: "Node | None" = None
     older: "Node | None" = None
     newer: "Node | None" = None
@@ -88,10 +95,17 @@ class Node:
 
 
 class Index:
-    """Nodes by key. Holds no bytes and takes no decisions."""
+    """Nodes by key. Holds no bytes and takes no decisions.
 
-    def __init__(self):
+    accounts: of tenants, where these have quotas.
+    """
+
+    def __init__(self, accounts: Accounts | None = None):
         self._nodes: dict[bytes, Node] = {}
+        self._roots: dict[Node, None] = {}
+        self._accounts = accounts
+        # The last match: a publish asks for what the lookup before it has found.
+        self._last: tuple[Keys, list[Node]] | None = None
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -99,8 +113,20 @@ class Index:
     def __iter__(self) -> Iterator[Node]:
         return iter(self._nodes.values())
 
+    def roots(self) -> list[Node]:
+        """The empty prefixes."""
+        return list(self._roots)
+
     def match(self, keys: Keys) -> list[Node]:
-        """The nodes of the longest known prefix, the root not included."""
+        """The nodes of the longest known prefix, the root not included. Not to be changed."""
+        last = self._last
+        if last is not None and last[0] is keys:
+            return last[1]
+        found = self._match(keys)
+        self._last = keys, found
+        return found
+
+    def _match(self, keys: Keys) -> list[Node]:
         get, found = self._nodes.get, []
         parent = get(keys.root)
         if parent is None or parent.parent is not None or parent.content != keys.root_content:
@@ -125,13 +151,19 @@ class Index:
         node = self._nodes.get(key)
         if node is not None:
             return node if node.parent is parent and node.content == content else None
-        node = Node(key, content, parent, 0 if parent is None else parent.depth + 1)
-        self._nodes[key] = node
-        if parent is not None:
+        self._last = None
+        if parent is None:
+            node = Node(key, content, None, 0)
+            if self._accounts is not None:
+                node.account = self._accounts.of(read_root(content).tenant)
+            self._roots[node] = None
+        else:
+            node = Node(key, content, parent, parent.depth + 1, parent.account)
             sibling = parent.child
             if sibling is not None:
                 node.older, sibling.newer = sibling, node
             parent.child = node
+        self._nodes[key] = node
         return node
 
     def prune(self, node: Node) -> None:
@@ -142,7 +174,9 @@ class Index:
                 return
             parent = current.parent
             if self._nodes.get(current.key) is current:
+                self._last = None
                 del self._nodes[current.key]
+                self._roots.pop(current, None)
                 _unlink(current)
             current = parent
 
@@ -158,6 +192,8 @@ class Index:
     def problems(self) -> list[str]:
         """What breaks the index's own rules; empty if healthy."""
         found = []
+        if self._roots.keys() != {x for x in self if x.parent is None}:
+            found.append("the list of roots is not that of the nodes without a parent")
         for node in self:
             name = node.key.hex()[:12]
             if node.parent is not None:

@@ -10,10 +10,11 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
-from hetero_kv.prefix.encoding import encode
+from hetero_kv.prefix.encoding import encode, frames
 from hetero_kv.prefix.identity import Identity
 
 Digest = Callable[[bytes], bytes]
@@ -108,9 +109,35 @@ def _chain_by(digest: Digest, key: bytes, contents: list[bytes]) -> list[bytes]:
     return keys
 
 
+class Root(NamedTuple):
+    """Whose the empty prefix is. epoch: digest of the identity; b"" if it is not known."""
+
+    epoch: bytes = b""
+    tenant: str = ""
+    adapter: str = ""
+
+
+_ROOT = "hetero_kv root"
+
+
 @functools.lru_cache(maxsize=1024)
 def _root_content(identity: bytes, tenant: str, adapter: str) -> bytes:
-    return encode(("hetero_kv root", identity, tenant, adapter))
+    return encode((_ROOT, identity, tenant, adapter))
+
+
+@functools.lru_cache(maxsize=1024)
+def read_root(content: bytes) -> Root:
+    """What `Keys.root_content` says; of other content, as traces have it, nothing is known."""
+    found = frames(content)
+    if found is None or [tag for tag, _ in found] != [b"s", b"b", b"s", b"s"]:
+        return Root()
+    name, identity, tenant, adapter = (body for _, body in found)
+    if name != _ROOT.encode():
+        return Root()
+    try:
+        return Root(identity, tenant.decode(), adapter.decode())
+    except UnicodeDecodeError:
+        return Root()
 
 
 def _tokens(tokens: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from hetero_kv.prefix.disk.results import LOST, Flushed
 from hetero_kv.prefix.plan import Plan
 
 
@@ -19,6 +20,24 @@ class Published:
     new_blocks: int = 0
     checkpoint: bool = False
     reasons: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Removed:
+    """What was dropped from all tiers together: groups, and bytes of their payloads.
+
+    durable: whether the disk has acknowledged it (True without one). failure: why it has not.
+    """
+
+    groups: int = 0
+    nbytes: int = 0
+    durable: bool = True
+    failure: str = ""
+
+    def on_disk(self, flushed: Flushed) -> "Removed":
+        """With what a flush of the disk has achieved. What it lost is gone as well."""
+        failure = "" if flushed.failure == LOST else flushed.failure
+        return dataclasses.replace(self, durable=not failure, failure=failure)
 
 
 @dataclasses.dataclass(frozen=True)

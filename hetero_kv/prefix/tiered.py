@@ -1,5 +1,6 @@
 """The catalog of a store that may have a disk below host memory."""
 
+import time
 from collections.abc import Callable, Iterable
 
 from hetero_kv.metrics import Counters
@@ -9,9 +10,12 @@ from hetero_kv.prefix.disk.tier import DiskTier
 from hetero_kv.prefix.host import HostTier, Ticket
 from hetero_kv.prefix.index import CHECKPOINT, KINDS, Group
 from hetero_kv.prefix.keys import Digest
+from hetero_kv.prefix.observe import Clock
 from hetero_kv.prefix.payload import Payload
 from hetero_kv.prefix.plan import Geometry
 from hetero_kv.prefix.policy import Policy
+from hetero_kv.prefix.quotas import Quotas
+from hetero_kv.prefix.report import Removed
 
 
 class TieredCatalog(Catalog):
@@ -28,26 +32,33 @@ class TieredCatalog(Catalog):
         policy: Policy,
         counters: Counters,
         disk: DiskTier | None = None,
+        quotas: Quotas | None = None,
+        clock: Clock = time.monotonic,
     ):
-        super().__init__(geometry, tier, policy, counters)
+        super().__init__(geometry, tier, policy, counters, quotas, clock)
         if disk is not None:
-            size, leave = geometry.block, self.leave_disk
-            self.disk = Backing(disk, size, policy, counters, leave, self._payload)
+            call_back = (self.leave_disk, self._payload)
+            orders = (self._order, quotas is not None)
+            self.disk = Backing(disk, geometry.block, policy, counters, *call_back, *orders)
 
-    def clear(self) -> None:
-        """Drops everything, pinned or not, on disk durably."""
+    def clear(self) -> Removed:
+        """Drops everything, pinned or not, on disk durably if the disk lets it."""
         with self._lock:
-            super().clear()
-            if self.disk is not None:
-                self.disk.tier.clear()
+            removed = super().clear()
+            if self.disk is None:
+                return removed
+            return removed.on_disk(self.disk.tier.clear())
 
     def close(self) -> None:
         """Gives host memory back and forgets everything. What is on disk stays there."""
         with self._lock:
+            self.flights.close()
             disk, self.disk = self.disk, None
             if disk is not None:
                 disk.release()
-            self.clear()
+            for root in self.index.roots():
+                for node in self.index.subtree(root):
+                    self._remove_node(node)
 
     def places(self, group: Group) -> tuple[Ticket | None, Ticket | None]:
         """Where a group is in host memory and on disk."""
@@ -64,11 +75,16 @@ class TieredCatalog(Catalog):
                 if group.node.group(group.kind) is not group or group.on_host:
                     continue
                 nbytes = payload.nbytes
+                account = group.node.account
+                if account is not None and not self._within_quota(group.kind, account, nbytes):
+                    continue
                 if nbytes > self.tier.free and not self._make_room(group.kind, nbytes):
                     continue
                 # What was read is still to be restored; nothing may alias it (DESIGN rule 15).
                 group.slot, group.generation = self.tier.put(payload.copy())
                 self.used[group.kind] += nbytes
+                if account is not None:
+                    account.host[group.kind] += nbytes
                 self._queue(group)
                 self._counters.add("promoted_groups_total", kind=group.kind)
                 self._counters.add("promoted_bytes_total", nbytes, kind=group.kind)
@@ -127,10 +143,11 @@ class TieredCatalog(Catalog):
     def load(self, digest: Digest, nbytes: Callable[[str, int], int]) -> None:
         """Finds everything again that is on disk; see `Backing.rebuild`."""
         with self._lock:
-            self.disk.rebuild(self.index, digest, nbytes)
+            self.disk.rebuild(self.index, digest, nbytes, self._lives.clock())
             for node in list(self.index) if not self.geometry.history else ():
                 if node.depth and node.history is not None:
                     self._drop_bare(node)
+            self.enforce()
 
     # -- inside ------------------------------------------------------------------------------
 

@@ -100,6 +100,7 @@ class Books:
         self.queued_index = 0  # bytes that the index may take for what waits
         self.index_bytes = 0  # and for what is placed
         self.index_bytes_written = 0  # as of the last commit: until the next it may be as large
+        self.peak = 0  # the most bytes that were ever not free
 
     # -- objects -----------------------------------------------------------------------------
 
@@ -196,6 +197,10 @@ class Books:
         stuck = sum(self.dead(x) for x in self.segments.values() if not self.worth_compacting(x))
         taken = overhead + stuck + sum(self.live.values()) + self.queued + self.queued_index
         return self.capacity - self.reserve - taken
+
+    def note_peak(self) -> None:
+        """Takes notice of how many bytes are taken now."""
+        self.peak = max(self.peak, self.capacity - self.free)
 
     def fits(self, nbytes: int) -> bool:
         """Whether further records of so many bytes will find room."""

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from hetero_kv.prefix.disk.books import Entry
 from hetero_kv.prefix.host import Ticket
 
+LOST = "lost"  # the failure of a flush that could not keep everything
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Stored:

@@ -19,7 +19,7 @@ from hetero_kv.prefix.disk.lock import DirectoryLock
 from hetero_kv.prefix.disk.opening import start
 from hetero_kv.prefix.disk.reading import LayoutOf, fetched
 from hetero_kv.prefix.disk.record import HEADER_LIMIT, SEGMENT_HEADER
-from hetero_kv.prefix.disk.results import Flushed, Order, Stored, leaf_first
+from hetero_kv.prefix.disk.results import LOST, Flushed, Order, Stored, leaf_first
 from hetero_kv.prefix.disk.write_back import WriteBack
 from hetero_kv.prefix.disk.writer import NO_ROOM, Writer, error_name
 from hetero_kv.prefix.host import CORRUPT, STALE, Fetched, Ticket
@@ -70,7 +70,8 @@ class DiskTier:
         self.directory = pathlib.Path(directory)
         self.capacity = capacity
         self.counters = Counters() if counters is None else counters
-        self.failure = ""  # why the tier is out of use, "" if it is not
+        self.failure = ""  # why the tier is out of use, "" if it is not; a short code
+        self.failure_detail = ""  # the same in words, with the path
         self._layout_of = layout_of
         self._queue_bytes = queue_bytes
         self._lost: collections.deque[Ticket] = collections.deque(maxlen=1 << 16)
@@ -205,13 +206,33 @@ class DiskTier:
             lost = self._take_lost()
         if failure:
             self.counters.add("disk_flush_failures_total", reason=failure)
-        return Flushed(not failure and not lost, failure or ("lost" if lost else ""), lost)
+        return Flushed(not failure and not lost, failure or (LOST if lost else ""), lost)
 
     def compact(self, number: int) -> bool:
         """Rewrites one segment without its dead bytes; True if its file is gone then."""
         with self._io:
             segment = self._books.segments.get(number)
             return segment is not None and self._writer.compact(segment)
+
+    def scrub(self) -> Flushed:
+        """Takes the bytes of everything that was deleted out of the files.
+
+        Segments with dead bytes are rewritten without them and their files are emptied and
+        removed; the index, which keeps tokens, is written anew. What the file system and the
+        device do with blocks that were given back is up to them, and files of other identities
+        or formats are left alone. On failure some of it is left: "room" where a copy does not fit.
+        """
+        with self._io:
+            flushed = self.flush()
+            if self.failure or flushed.failure not in ("", LOST):
+                return flushed
+            with self._lock:
+                dirty = [x for x in self._books.segments.values() if self._books.dead(x)]
+            left = [x for x in dirty if not self._writer.compact(x)]
+            self._committer.index_reason = "scrubbed"
+            again = self.flush()
+            failure = again.failure or ("room" if left else flushed.failure)
+            return Flushed(not failure, failure, flushed.lost + again.lost)
 
     def clear(self) -> Flushed:
         """Deletes everything, durably."""
@@ -254,7 +275,9 @@ class DiskTier:
     def metrics(self) -> dict[str, int]:
         """Gauges by name; the counters are in `counters`."""
         with self._lock:
-            return {"disk_queue_depth": len(self._waiting), **self._books.gauges()}
+            self._books.note_peak()
+            peak = {"disk_peak_bytes": self._books.peak}
+            return {"disk_queue_depth": len(self._waiting), **peak, **self._books.gauges()}
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -285,6 +308,8 @@ class DiskTier:
 
     def _fail(self, reason: str, error: OSError) -> None:
         self.failure = f"{reason}: {error_name(error)}"
+        path = error.filename or self.directory
+        self.failure_detail = f"{path}: {reason}: {error.strerror or error} ({error_name(error)})"
         self.counters.add("disk_errors_total", reason=error_name(error), operation=reason)
         self._let_go()
 

@@ -71,6 +71,7 @@ class Writer:
             if alive:
                 self._books.place(entry, segment, place)
                 self.added[entry.generation] = entry
+            self._books.note_peak()
         if not alive:
             self.kill(segment, place.offset)
         self._counters.add("disk_written_bytes_total", header.record_bytes)
