@@ -67,7 +67,7 @@ class HashOnlyStore(PrefixStore):
         history, _ = self._fetcher.fetch(lease, cache.capacity)
         length = lease.resumable_length
         if not length:
-            return self.transfer.write(cache, np.int32(row), np.int32(0), {}, {})
+            return self.transfer.write(cache, np.int32(row), np.int32(0), np.int32(0), {}, {})
         payloads, lost = [x.payload for x in history], frozenset()
         if self.kind == "zeroed":
             everything = {*self.geometry.history, *self.geometry.checkpoint}
@@ -93,6 +93,10 @@ class HashOnlyStore(PrefixStore):
 
         return planner
 
-    def _checked_policy(self, host_bytes: int) -> Policy:
-        del host_bytes
+    def _shortest(self, disk: bool) -> int:
+        del disk
+        return self.spec.block
+
+    def _checked_policy(self, host_bytes: int, least: int) -> Policy:
+        del host_bytes, least
         return self.policy

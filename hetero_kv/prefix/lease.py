@@ -1,11 +1,14 @@
 """Leases: what a lookup promised, pinned until released."""
 
 from collections.abc import Callable
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from hetero_kv.prefix.index import Group
 from hetero_kv.prefix.keys import Keys
 from hetero_kv.prefix.plan import Plan, Reason
+
+if TYPE_CHECKING:
+    from hetero_kv.prefix.flight import Flight
 
 
 class Lease:
@@ -13,12 +16,21 @@ class Lease:
 
     Pinned groups are not evicted. They may still vanish by `clear` or by damage, which the restore
     notices by their tickets' generations; it then makes a shorter plan, and the properties below
-    tell that one.
+    tell that one. A lease that becomes garbage is released by and by.
     """
+
+    # For single flight: see flight.py.
+    flight: "Flight | None" = None  # the one that this lease leads
+    following: "Flight | None" = None
+    goal = 0  # tokens that the flight followed is going to publish of this prompt
+    seen = 0  # its progress when the plan was made
+    fruitless = 0  # flights that were followed and brought nothing
+    released = True  # until pinned
 
     def __init__(
         self,
         unpin: Callable[["Lease"], None],
+        abandon: Callable[["Lease"], None],
         keys: Keys,
         prompt_length: int,
         plan: Plan,
@@ -29,9 +41,10 @@ class Lease:
         self.keys = keys
         self.prompt_length = prompt_length
         self._points = points
-        self.released = False
         self._unpin = unpin
+        self._abandon = abandon
         self.renew(plan, history, checkpoint)
+        self.released = False
 
     @property
     def candidate_length(self) -> int:
@@ -59,6 +72,25 @@ class Lease:
         return self.plan.replay
 
     @property
+    def approximate(self) -> bool:
+        """Whether that replay is too short to be exact: results differ from a cold run's."""
+        return self.plan.approximate
+
+    @property
+    def leader(self) -> bool:
+        """Whether later requests may wait for what this one computes and publishes."""
+        return self.flight is not None
+
+    @property
+    def pending(self) -> int:
+        """How far another open lease is computing this prompt's prefix now, in tokens.
+
+        0: there is nothing (more) to wait for; if there was, `store.wait` plans anew.
+        """
+        flight = self.following
+        return self.goal if flight and flight.open and flight.reached < self.goal else 0
+
+    @property
     def checkpoint_points(self) -> tuple[int, ...]:
         """Lengths beyond the resumable one at which prefill should end a chunk and publish."""
         return tuple(x for x in self._points if x > self.resumable_length)
@@ -84,3 +116,7 @@ class Lease:
 
     def __exit__(self, *error: object) -> None:
         self.release()
+
+    def __del__(self) -> None:
+        if not self.released:
+            self._abandon(self)

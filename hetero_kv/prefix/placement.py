@@ -1,7 +1,7 @@
 """Placement: at which lengths of a prompt a checkpoint is taken."""
 
 import dataclasses
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 
 class HasGranularity(Protocol):
@@ -19,6 +19,10 @@ class CheckpointPolicy(Protocol):
     def replay(self) -> bool:
         """Whether windows and tails may be rebuilt by replay where no checkpoint is stored."""
 
+    @property
+    def bound(self) -> int | None:
+        """Tokens that such a replay may run at most, approximate or not; None: an exact one's."""
+
     def points(
         self, prompt_length: int, spec: HasGranularity, candidate: int = 0
     ) -> tuple[int, ...]:
@@ -34,6 +38,7 @@ class Full:
     """Every multiple of G."""
 
     replay: bool = False
+    bound: ClassVar[None] = None
 
     def points(
         self, prompt_length: int, spec: HasGranularity, candidate: int = 0
@@ -50,6 +55,7 @@ class Periodic:
     period: int
     replay: bool = False
     end: bool = True
+    bound: ClassVar[None] = None
 
     def __post_init__(self):
         if self.period < 1:
@@ -71,6 +77,7 @@ class End:
     """The largest multiples of G that the same prompt, and a longer one, can resume at."""
 
     replay: bool = False
+    bound: ClassVar[None] = None
 
     def points(
         self, prompt_length: int, spec: HasGranularity, candidate: int = 0
@@ -86,6 +93,7 @@ class Fork:
     """Where requests have parted before (the candidate length), and the end."""
 
     replay: bool = False
+    bound: ClassVar[None] = None
 
     def points(
         self, prompt_length: int, spec: HasGranularity, candidate: int = 0
@@ -101,6 +109,29 @@ class Never:
     """No checkpoints. With `replay` ("zero" in the V4 report) exact replay stands in for them."""
 
     replay: bool = False
+    bound: ClassVar[None] = None
+
+    def points(
+        self, prompt_length: int, spec: HasGranularity, candidate: int = 0
+    ) -> tuple[int, ...]:
+        """Nothing."""
+        return ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounded:
+    """No checkpoints; the last `bound` tokens are replayed, rounded up to the chunk grid.
+
+    Approximate, and said so, where exact replay needs more: windows then begin with the replayed
+    tokens, and what follows depends on where the prompt was resumed. Such state is not published.
+    """
+
+    bound: int
+    replay: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if self.bound < 1:
+            raise ValueError(f"bounded replay runs a number of tokens >= 1, got {self.bound}")
 
     def points(
         self, prompt_length: int, spec: HasGranularity, candidate: int = 0
@@ -110,9 +141,10 @@ class Never:
 
 
 def placement(name: str) -> CheckpointPolicy:
-    """From a name: full, periodic:<n>, every:<n>, end, fork, zero (replay), never.
+    """From a name: full, periodic:<n>, every:<n>, end, fork, zero (replay), bounded:<n>, never.
 
-    every:<n> is periodic:<n> without the end of the prompt.
+    every:<n> is periodic:<n> without the end of the prompt; bounded:<n> replays n tokens, which is
+    approximate where that is too few.
     """
     kind, _, number = name.partition(":")
     simple = {
@@ -122,8 +154,10 @@ def placement(name: str) -> CheckpointPolicy:
         "never": Never,
         "zero": lambda: Never(replay=True),
     }
-    if kind in ("periodic", "every") and number.isdigit():
+    if number.isdigit() and kind in ("periodic", "every"):
         return Periodic(int(number), end=kind == "periodic")
+    if number.isdigit() and kind == "bounded":
+        return Bounded(int(number))
     if kind not in simple or number:
         raise ValueError(f"unknown checkpoint policy {name!r}; see placement.placement")
     return simple[kind]()

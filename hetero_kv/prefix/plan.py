@@ -5,9 +5,11 @@ Pure functions over sizes and flags; no arrays, no index, no clock. All lengths 
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from hetero_kv.contract import CacheSpec, History, Point, Window
+from hetero_kv.prefix.costs import Costs
 
 HOST, DISK, REPLAY, NONE = "host", "disk", "replay", "none"  # routes
 
@@ -21,6 +23,9 @@ class Geometry:
     replay_length: float  # tokens of exact replay at a multiple of G; inf: impossible
     history: tuple[str, ...]  # components whose contract is History
     checkpoint: tuple[str, ...]  # components whose contract is Window or Point
+    chunk: int = 0  # C; 0: approximate replay goes by multiples of G
+    block_bytes: int = 0  # of the history group of one block; for costs
+    checkpoint_bytes: int = 0  # of one checkpoint group
 
     @classmethod
     def of(cls, spec: CacheSpec) -> "Geometry":
@@ -34,7 +39,24 @@ class Geometry:
         # A component may mix kinds (a full layer's KV next to a window of the same name); then
         # both groups are needed for it, and it is named in both.
         history, checkpoint = components(History), components(Window, Point)
-        return cls(spec.block, spec.granularity, spec.replay_length, history, checkpoint)
+        return cls(
+            spec.block,
+            spec.granularity,
+            # Where nothing has to be run at all, a chunk is: a replay of no tokens is none.
+            max(spec.replay_length, spec.chunk),
+            history,
+            checkpoint,
+            spec.chunk,
+            spec.block_bytes(),
+            spec.checkpoint_bytes(),
+        )
+
+    def replay_tokens(self, bound: int | None = None) -> float:
+        """Tokens of a replay: `bound` of them, on the chunk grid, if an exact one needs more."""
+        if bound is None:
+            return self.replay_length
+        step = self.chunk or self.granularity
+        return min(self.replay_length, -(-bound // step) * step)
 
     def largest_boundary(self, length: int) -> int:
         """The largest multiple of G that a prompt of `length` tokens can resume at."""
@@ -66,7 +88,8 @@ class Reason:
 
     component: the component at fault; "" where the cut is about the whole prompt.
     code: stable, for counters: no_match, short_prompt, granularity, history_missing,
-        no_checkpoint, replay_not_shorter, not_cacheable, capacity, stale, corrupt, evidence.
+        no_checkpoint, replay_not_shorter, cheaper, not_cacheable, capacity, stale, corrupt,
+        evidence.
     """
 
     component: str
@@ -89,6 +112,8 @@ class Plan:
     routes: dict[str, str] = dataclasses.field(default_factory=dict)  # component -> route
     reasons: tuple[Reason, ...] = ()
     replay: tuple[int, int] | None = None  # tokens [start, stop) to replay after the restore
+    approximate: bool = False  # the replay is shorter than an exact one
+    seconds: float | None = None  # until the whole prompt is computed, if costs are known
 
 
 Planner = Callable[[Geometry, int, Presence], Plan]
@@ -100,14 +125,21 @@ def plan(
     presence: Presence,
     *,
     replay: bool = False,
+    bound: int | None = None,
     limit: int | None = None,
+    costs: Costs | None = None,
 ) -> Plan:
     """The joint plan (DESIGN rule 2).
 
-    The resumable length is the largest multiple of G, at most `prompt_length - 1` (and `limit`),
-    where all history blocks are present and a checkpoint was taken at exactly that length. With
-    `replay`, windows and tails may instead be rebuilt by running the last `replay_length` tokens;
-    that route is taken only where it runs fewer tokens than resuming at the best checkpoint.
+    A length is resumable if it is a multiple of G, at most `prompt_length - 1` (and `limit`), all
+    history blocks up to it are present, and a checkpoint was taken at exactly that length. With
+    `replay`, windows and tails may instead be rebuilt by running the last `replay_length` tokens.
+
+    The way taken is the one that runs the fewest tokens, or with `costs` the one that is estimated
+    to take the fewest seconds, a cold start included; of equal ones the longest.
+
+    bound: replay no more than so many tokens, rounded up to the chunk grid. Where that is less
+    than exact replay needs, and no checkpoint is stored there, the plan is `approximate`.
     """
     candidate, reasons = _candidate(geometry, prompt_length, presence)
     have = min(_leading(presence.history) * geometry.block, candidate)
@@ -123,16 +155,67 @@ def plan(
         detail = f"resumable lengths are multiples of {geometry.granularity}"
         reasons.append(Reason("", "granularity", have, top, detail))
 
-    length, span = top, None
-    if geometry.checkpoint and top:
+    run = geometry.replay_tokens(bound) if replay else math.inf
+    length, span, seconds = top, None, None
+    if costs is not None:
+        ways = list(_ways(geometry, prompt_length, presence, top, run, costs))
+        longest = max(ways, key=lambda x: (x.length, -x.seconds))
+        if longest.length < top:
+            reasons += _no_checkpoint(geometry, top, longest.length, run if replay else None)
+        length, span, seconds = min(ways, key=lambda x: (x.seconds, -x.length, x.span is not None))
+        if length < longest.length:
+            detail = f"estimated at {seconds:.3g} s, against {longest.seconds:.3g} s"
+            reasons.append(Reason("", "cheaper", longest.length, length, detail))
+    elif geometry.checkpoint and top:
         length = _newest(geometry, presence, top)
-        rebuilt = top - geometry.replay_length  # tokens the replay route does not run
-        if replay and rebuilt > length:
+        rebuilt = top - run  # tokens that the replay does not run
+        if rebuilt > length:
             length, span = top, (int(rebuilt), top)
         elif length < top:
-            reasons += _no_checkpoint(geometry, top, length, replay)
+            reasons += _no_checkpoint(geometry, top, length, run if replay else None)
     routes = _routes(geometry, length, span, presence)
-    return Plan(candidate, length, routes, tuple(reasons), span)
+    approximate = span is not None and run < geometry.replay_length
+    return Plan(candidate, length, routes, tuple(reasons), span, approximate, seconds)
+
+
+class _Way(NamedTuple):
+    """One way to begin a prompt. span: tokens to replay, or None. seconds: of the whole prompt."""
+
+    length: int
+    span: tuple[int, int] | None
+    seconds: float
+
+
+def _ways(
+    geometry: Geometry,
+    prompt_length: int,
+    presence: Presence,
+    top: int,
+    run: float,
+    costs: Costs,
+) -> Iterator[_Way]:
+    """Every valid way, the cold start first. run: tokens of a replay; inf: there is none."""
+    yield _Way(0, None, costs.prefill(0, prompt_length))
+    step = geometry.granularity
+    per_step = step // geometry.block
+    slow = 0  # blocks that are only on disk
+    for length in range(step, top + 1, step):
+        blocks = length // geometry.block
+        slow += sum(x in presence.disk_history for x in range(blocks - per_step, blocks))
+        size = geometry.block_bytes
+        seconds = costs.host.seconds((blocks - slow) * size, blocks - slow)
+        seconds += costs.read_disk(slow * size, slow) + costs.prefill(length, prompt_length)
+        stored = length in presence.checkpoints
+        if not geometry.checkpoint:
+            yield _Way(length, None, seconds)
+            continue
+        if stored:
+            on_disk = length in presence.disk_checkpoints
+            read = costs.read_disk if on_disk else costs.host.seconds
+            yield _Way(length, None, seconds + read(geometry.checkpoint_bytes, 1))
+        # What is stored exactly is not approximated.
+        if run < length and not (stored and run < geometry.replay_length):
+            yield _Way(length, (length - int(run), length), seconds + costs.replay(run))
 
 
 def plan_hash_only(geometry: Geometry, prompt_length: int, presence: Presence) -> Plan:
@@ -170,12 +253,12 @@ def _newest(geometry: Geometry, presence: Presence, top: int) -> int:
     return max(usable, default=0)
 
 
-def _no_checkpoint(geometry: Geometry, top: int, length: int, replay: bool) -> list[Reason]:
+def _no_checkpoint(geometry: Geometry, top: int, length: int, run: float | None) -> list[Reason]:
+    """run: tokens that a replay would run; None: the policy replays nothing."""
     detail = f"no checkpoint at {top}, the newest before it is at {length}"
     reasons = [Reason(x, "no_checkpoint", top, length, detail) for x in geometry.checkpoint]
-    if replay:
-        need = geometry.replay_length
-        cost = "all tokens" if math.isinf(need) else f"{int(need)} tokens"
+    if run is not None:
+        cost = "all tokens" if math.isinf(run) else f"{int(run)} tokens"
         detail = f"replay to {top} would run {cost}, no fewer than resuming at {length}"
         reasons.append(Reason("", "replay_not_shorter", top, length, detail))
     return reasons

@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 from hetero_kv.prefix.eviction import Eviction, Fifo, FlopAware, Gdsf, Lfu, Lru
 from hetero_kv.prefix.placement import (
+    Bounded,
     CheckpointPolicy,
     End,
     Fork,
@@ -15,10 +17,12 @@ from hetero_kv.prefix.placement import (
     Periodic,
     placement,
 )
+from hetero_kv.prefix.plan import Geometry
 from hetero_kv.prefix.queues import S3Fifo, Sieve, WTinyLfu
 
 __all__ = [
     "EVICTIONS",
+    "Bounded",
     "CheckpointPolicy",
     "End",
     "Eviction",
@@ -101,3 +105,9 @@ class Policy:
             if order.startswith("flop"):
                 fields = {"cost": Flops(), **fields}
         return cls(checkpoints=placement(first), **fields)
+
+    def replay_tokens(self, geometry: Geometry) -> float:
+        """Tokens that a replay runs under this policy; inf: it replays nothing."""
+        if not self.checkpoints.replay:
+            return math.inf
+        return geometry.replay_tokens(self.checkpoints.bound)

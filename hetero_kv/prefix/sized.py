@@ -4,12 +4,14 @@ For trace replay and for timing the control plane. What a prefill would have com
 given: whoever publishes says how far it went.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 
 from hetero_kv.contract import CacheSpec
 from hetero_kv.metrics import Counters, series
 from hetero_kv.prefix.catalog import Catalog
+from hetero_kv.prefix.costs import Costs
 from hetero_kv.prefix.host import HostTier
 from hetero_kv.prefix.index import KINDS
 from hetero_kv.prefix.keys import Keys
@@ -26,7 +28,7 @@ class SizedStore:
         geometry: block, granularity and components.
         block_bytes: of the history group of one block. checkpoint_bytes: of one checkpoint.
         capacity: bytes for both kinds together.
-        policy: as for PrefixStore.
+        policy, costs: as for PrefixStore.
     """
 
     def __init__(
@@ -37,14 +39,20 @@ class SizedStore:
         *,
         capacity: int,
         policy: Policy | str = "full",
+        costs: Costs | None = None,
     ):
-        self.geometry = geometry
+        self.geometry = dataclasses.replace(
+            geometry, block_bytes=block_bytes, checkpoint_bytes=checkpoint_bytes
+        )
         self.policy = Policy.named(policy) if isinstance(policy, str) else policy
         self.counters = Counters()
-        self.catalog = Catalog(geometry, HostTier(capacity), self.policy, self.counters)
+        self.catalog = Catalog(self.geometry, HostTier(capacity), self.policy, self.counters)
         self._block = SizedPayload(block_bytes)  # one object stands for all: nothing changes it
         self._checkpoint = SizedPayload(checkpoint_bytes)
-        self._planner = functools.partial(plan, replay=self.policy.checkpoints.replay)
+        placed = self.policy.checkpoints
+        self._planner = functools.partial(
+            plan, replay=placed.replay, bound=placed.bound, costs=costs
+        )
 
     @classmethod
     def of(cls, spec: CacheSpec, **options) -> "SizedStore":

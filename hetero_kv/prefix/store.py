@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import pathlib
 from collections.abc import Mapping
 
@@ -10,6 +11,7 @@ import numpy as np
 from hetero_kv import validate
 from hetero_kv.contract import CacheSpec
 from hetero_kv.metrics import Counters, series
+from hetero_kv.prefix.costs import Costs
 from hetero_kv.prefix.disk.results import Flushed
 from hetero_kv.prefix.disk.tier import DiskTier
 from hetero_kv.prefix.host import Fetched, HostTier
@@ -22,6 +24,7 @@ from hetero_kv.prefix.plan import Geometry, Plan, Planner, Reason, plan
 from hetero_kv.prefix.policy import Policy
 from hetero_kv.prefix.report import Explanation, Published
 from hetero_kv.prefix.restore import Delivered, Fetcher
+from hetero_kv.prefix.selftest import shortest_resumable
 from hetero_kv.prefix.tiered import TieredCatalog
 from hetero_kv.prefix.transfer import transfer_for
 from hetero_kv.state import Cache
@@ -42,7 +45,15 @@ class PrefixStore:
             (at most 64 MiB) on top of `host_bytes`. If the directory cannot be used, the store
             goes on without it: `disk_failure` says why.
         policy: where checkpoints go, and eviction; a name as in `Policy.named` will do.
+        costs: seconds of computing, replaying and reading, by which routes are chosen. None: what
+            can be resumed is resumed, by the way that runs the fewest tokens.
         digest: the hash of block keys; tests cut it short.
+
+    Attributes:
+        granularity: G, tokens; every resumable length is a multiple of it.
+        minimum_resumable: the shortest prefix that is ever resumed under this policy and these
+            costs, in tokens.
+        warnings: what works but is hardly meant.
 
     Raises:
         LockedError: the directory has a writer already.
@@ -58,21 +69,30 @@ class PrefixStore:
         disk_dir: pathlib.Path | str | None = None,
         disk_bytes: int = 0,
         policy: Policy | str = "full",
+        costs: Costs | None = None,
         digest: Digest = sha256,
     ):
         if (disk_dir is None) != (disk_bytes == 0):
             raise ValueError(f"a disk tier needs both, got {disk_dir=} and {disk_bytes=}")
+        if disk_bytes and costs is not None and costs.disk is None:
+            raise ValueError(f"a store with a disk needs what reading it costs, got {costs}")
         if identity.block != spec.block:
             raise ValueError(f"{identity.block=} is not {spec.block=}: use Identity.of(spec, …)")
         self.spec = spec
         self.identity = identity
         self.policy = Policy.named(policy) if isinstance(policy, str) else policy
+        self.costs = costs
         self.geometry = Geometry.of(spec)
+        self.granularity = spec.granularity
         self.transfer = transfer_for(spec)
         self.counters = Counters()
         self.disk: DiskTier | None = None
         self.disk_failure = ""
-        kept = self._checked_policy(host_bytes)
+        self.warnings: tuple[str, ...] = ()
+        self.minimum_resumable = self._shortest(disk_bytes > 0)
+        # With a disk, what host memory has no room for may come from there.
+        least = spec.minimum_resumable if disk_bytes else self.minimum_resumable
+        kept = self._checked_policy(host_bytes, least)
         if disk_dir is not None:
             self._open_disk(disk_dir, disk_bytes)
         tier = HostTier(host_bytes)
@@ -87,15 +107,26 @@ class PrefixStore:
 
     # -- reading -------------------------------------------------------------------------------
 
-    def lookup(self, tokens: np.ndarray, tenant: str = "", extra: Extra = None) -> Lease:
+    def largest_boundary(self, length: int) -> int:
+        """The largest length that a prompt of `length` tokens can resume at, if all is stored."""
+        return self.spec.largest_boundary(length)
+
+    def lookup(
+        self, tokens: np.ndarray, tenant: str = "", extra: Extra = None, *, wait: float = 0.0
+    ) -> Lease:
         """How far the prompt i32[n] can be resumed; pins what it promises until released.
 
         `extra` is described at `keys.block_keys`. An uncacheable prompt gets an empty lease that
         says why.
+
+        wait: seconds to wait for another open lease that is computing this prompt's prefix, as
+            `self.wait` does. 0: the lease's `pending` says whether there is one.
         """
         self._check_open()
         keys = self._keys(tokens, tenant, extra)
         lease = self.catalog.open(keys, keys.length, self._planner(keys))
+        if wait > 0 and lease.following is not None:
+            self._wait(lease, wait)
         self.counters.add("lookups_total")
         self.counters.add("prompt_tokens_total", lease.prompt_length)
         self.counters.add("candidate_tokens_total", lease.candidate_length)
@@ -104,6 +135,30 @@ class PrefixStore:
             self.counters.add("shortened_total", component=reason.component, code=reason.code)
         return lease
 
+    def wait(self, lease: Lease, timeout: float) -> bool:
+        """Waits for what other open leases publish of this lease's prompt; plans anew with it.
+
+        True: there is nothing to wait for (any more). The lease may then be the leader, that is,
+        the one that the others wait for: one of them, if the leader before gave up. False: the
+        timeout (seconds) is over. With a timeout of 0 this polls; otherwise the lease's request is
+        taken to go ahead, with what is published so far.
+        """
+        self._check_open()
+        if lease.released:
+            raise ValueError("the lease is released: wait inside its with block")
+        before = lease.candidate_length, lease.resumable_length
+        done = self._wait(lease, timeout)
+        after = lease.candidate_length, lease.resumable_length
+        self.counters.add("candidate_tokens_total", max(0, after[0] - before[0]))
+        self.counters.add("resumable_tokens_total", max(0, after[1] - before[1]))
+        return done
+
+    def _wait(self, lease: Lease, timeout: float) -> bool:
+        renew = functools.partial(
+            self.catalog.reopen, lease, self._planner(lease.keys), follow=True
+        )
+        return self.catalog.flights.wait(lease, timeout, renew)
+
     def restore(self, lease: Lease, cache: Cache, row: int = 0) -> Cache:
         """The cache with row `row` standing at the length really restored; copies everything.
 
@@ -111,7 +166,8 @@ class PrefixStore:
         an object turns out stale or damaged it is dropped and one shorter plan is made, at the
         worst a cold start at length 0. The lease's properties tell the plan that was carried out.
         If `lease.replay` is not None, windows and tails are empty and their evidence is reset:
-        run `model.replay(params, tokens, cache, *lease.replay)` before anything else.
+        run `model.replay(params, tokens, cache, *lease.replay)` before anything else. If
+        `lease.approximate`, what follows is not what a cold run computes, and is never published.
         """
         self._check_open()
         self._check_row(cache, row)
@@ -123,6 +179,8 @@ class PrefixStore:
             cache,
             np.int32(row),
             np.int32(length),
+            # Until the replay has run there is nothing to be published, evidence or not.
+            np.int32(0 if lease.replay else length),
             self.transfer.stage_history([x.payload for x in history], cache.capacity),
             self.transfer.stage_checkpoint(checkpoint and checkpoint.payload),
         )
@@ -130,6 +188,8 @@ class PrefixStore:
         self.counters.add("restores_total")
         self.counters.add("restored_tokens_total", length - (stop - start))
         self.counters.add("replay_tokens_total", stop - start)
+        if lease.approximate:
+            self.counters.add("approximate_restores_total")
         self._count_bytes("restored_bytes_total", history, checkpoint)
         return cache
 
@@ -141,8 +201,8 @@ class PrefixStore:
         return Explanation(
             keys.length,
             found,
-            self.spec.granularity,
-            self.spec.minimum_resumable,
+            self.granularity,
+            self.minimum_resumable,
             self.spec.largest_boundary(keys.length),
         )
 
@@ -192,11 +252,8 @@ class PrefixStore:
             known, reason = len(path), ""
             if known < blocks:
                 buffers = self.transfer.read_history(cache, row, known, blocks)
-                for block, buffer in enumerate(buffers, known):
-                    sealed = self._seal(HISTORY, keys, block, buffer)
-                    reason = self.catalog.add_history(keys, path, sealed)
-                    if reason:
-                        break
+                run = [self._seal(HISTORY, keys, i, x) for i, x in enumerate(buffers, known)]
+                reason = self.catalog.add_history(keys, path, *run)
             stored = False
             if at_point and not reason and self.geometry.checkpoint:
                 stored = self.catalog.has_checkpoint(path)
@@ -314,33 +371,41 @@ class PrefixStore:
             return self.transfer.checkpoint_layout
         return self.transfer.history_layout(depth - 1)
 
-    def _checked_policy(self, host_bytes: int) -> Policy:
-        """The policy, after a self-test: can a minimum prefix be stored at all?"""
-        checkpoints = self.policy.checkpoints
-        blocks = self.spec.minimum_resumable // self.spec.block
+    def _shortest(self, disk: bool) -> int:
+        """The self-test: from how many tokens on is anything ever resumed?"""
+        shortest = shortest_resumable(self.geometry, self.policy, self.costs)
+        if disk and self.costs is not None:
+            from_disk = shortest_resumable(self.geometry, self.policy, self.costs, on_disk=True)
+            if not from_disk:
+                self.warnings = ("with these costs nothing is ever read from disk",)
+            shortest = min(shortest, from_disk) or max(shortest, from_disk)
+        if shortest:
+            return shortest
+        if self.costs is not None and shortest_resumable(self.geometry, self.policy):
+            raise ValueError(
+                f"by {self.costs} computing is never slower than resuming, so the best possible "
+                "hit is 0"
+            )
+        raise ValueError(
+            f"{self.policy.checkpoints} stores no checkpoints and nothing can be replayed, so the "
+            "best possible hit is 0"
+        )
+
+    def _checked_policy(self, host_bytes: int, least: int) -> Policy:
+        """The policy, after a self-test: can a prefix of `least` tokens be stored at all?"""
+        blocks = self.spec.blocks_in(least)
         history = sum(self.transfer.history_layout(x).nbytes for x in range(blocks))
-        state = self._checkpoint_bytes()
+        replays = self.policy.replay_tokens(self.geometry) < math.inf
+        state = 0 if replays else self.transfer.checkpoint_layout.nbytes
         if host_bytes < history + state or host_bytes < 1:
             raise ValueError(
                 f"{host_bytes=} cannot hold the shortest resumable prefix "
-                f"({self.spec.minimum_resumable} tokens: {history} bytes of history + {state} of "
+                f"({least} tokens: {history} bytes of history + {state} of "
                 "one checkpoint), so the best possible hit is 0"
-            )
-        never = not checkpoints.points(64 * self.spec.granularity, self.spec)
-        if state and never and not self._can_replay():
-            raise ValueError(
-                f"{checkpoints} stores no checkpoints and nothing can be replayed, so the best "
-                "possible hit is 0"
             )
         # A kind whose share cannot hold one minimum prefix would never keep anything.
         share = min(max(self.policy.checkpoint_share, state / host_bytes), 1 - history / host_bytes)
         return dataclasses.replace(self.policy, checkpoint_share=share)
-
-    def _checkpoint_bytes(self) -> int:
-        return 0 if self._can_replay() else self.transfer.checkpoint_layout.nbytes
-
-    def _can_replay(self) -> bool:
-        return self.policy.checkpoints.replay and self.geometry.replay_length < float("inf")
 
     def _planner(self, keys: Keys, limit: int | None = None) -> Planner:
         if keys.refusal:
@@ -349,7 +414,10 @@ class PrefixStore:
                 routes=dict.fromkeys((*geometry.history, *geometry.checkpoint), "none"),
                 reasons=(dataclasses.replace(reason, before=geometry.largest_boundary(length)),),
             )
-        return functools.partial(plan, replay=self.policy.checkpoints.replay, limit=limit)
+        placed = self.policy.checkpoints
+        return functools.partial(
+            plan, replay=placed.replay, bound=placed.bound, limit=limit, costs=self.costs
+        )
 
     def _seal(self, kind: str, keys: Keys, block: int, buffer: np.ndarray) -> ArrayPayload:
         layout = self._layout_of(kind, block + 1)

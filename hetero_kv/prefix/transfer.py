@@ -158,7 +158,13 @@ class Transfer:
         return found
 
     def _traced_write(
-        self, cache: Cache, row: jax.Array, length: jax.Array, history: Arrays, checkpoint: Arrays
+        self,
+        cache: Cache,
+        row: jax.Array,
+        length: jax.Array,
+        grid_length: jax.Array,
+        history: Arrays,
+        checkpoint: Arrays,
     ) -> Cache:
         """The cache with row `row` standing at `length`; only the given leaves are written.
 
@@ -175,7 +181,8 @@ class Transfer:
                 changed[section.slot] = jax.lax.dynamic_update_slice(
                     leaf, value, (0, row, *[0] * (leaf.ndim - 2))
                 )
-        return cache.with_leaves(changed)
+        cache = cache.with_leaves(changed)
+        return cache.replace(grid_length=cache.grid_length.at[row].set(grid_length))
 
     def _traced_overwrite(
         self,
