@@ -10,7 +10,7 @@ from hetero_kv.contract import CacheSpec
 from hetero_kv.prefix.identity import Identity
 from hetero_kv.prefix.keys import Keys
 from hetero_kv.prefix.lease import Lease
-from hetero_kv.prefix.plan import Plan, Planner, plan_hash_only
+from hetero_kv.prefix.plan import DISK, Plan, Planner, plan_hash_only
 from hetero_kv.prefix.policy import Never, Policy
 from hetero_kv.prefix.store import PrefixStore
 from hetero_kv.state import Cache
@@ -64,6 +64,7 @@ class HashOnlyStore(PrefixStore):
         self._check_row(cache, row)
         if lease.released:
             raise ValueError("the lease is released: restore inside its with block")
+        started = self._observer.clock()
         history, _ = self._fetcher.fetch(lease, cache.capacity)
         length = lease.resumable_length
         if not length:
@@ -79,8 +80,8 @@ class HashOnlyStore(PrefixStore):
             self.transfer.stage_history(payloads, cache.capacity, self.components),
             zeroed=lost,
         )
-        self.counters.add("restores_total")
-        self.counters.add("restored_tokens_total", length)
+        from_disk = sum(x.tier == DISK for x in history) * self.spec.block
+        self._observer.restored(lease.plan, from_disk, started)
         return cache
 
     def _planner(self, keys: Keys, limit: int | None = None) -> Planner:

@@ -45,7 +45,8 @@ class Catalog(Room):
     def open(self, keys: Keys, prompt_length: int, planner: Planner) -> Lease:
         """Plans and pins what the plan promises."""
         with self._lock:
-            self.flights.settle()
+            if self.flights.abandoned:
+                self.flights.settle()
             plan, history, checkpoint = self._plan(keys, prompt_length, planner)
             points = self.policy.checkpoints.points(
                 prompt_length, self.geometry, plan.candidate_length
@@ -56,6 +57,8 @@ class Catalog(Room):
             )
             self._pin(lease)
             self.leases += 1
+            if self.epochs is not None:
+                self._leases_of[lease.epoch] += 1
             # With the plan under one lock: what is published later finds the follower, and what
             # was published before, the plan.
             self.flights.join(lease)
@@ -354,8 +357,17 @@ class Catalog(Room):
     def _is_kept(self, root: Node) -> bool:
         return self.epochs is None or read_root(root.content).epoch in self.epochs
 
+    def serves_others(self, epoch: bytes) -> bool:
+        """Whether a lease of any epoch but this one is open."""
+        with self._lock:
+            return any(n for x, n in self._leases_of.items() if x not in (epoch, b""))
+
     def _close(self, lease: Lease) -> None:
         with self._lock:
+            if self.epochs is not None:
+                self._leases_of[lease.epoch] -= 1
+                if not self._leases_of[lease.epoch]:
+                    del self._leases_of[lease.epoch]
             self.flights.leave(lease)
             self._unpin(lease)
             self.leases -= 1

@@ -109,6 +109,14 @@ class Identity:
             fields = {k: v for k, v in fields.items() if k not in NUMERIC_FIELDS}
         return hashlib.sha256(encode(fields)).digest()
 
+    @functools.cached_property
+    def family(self) -> bytes:
+        """The digest of what stays the same when weights are updated (32 bytes).
+
+        Stored bytes of one family have one layout. They mean the same only within one identity.
+        """
+        return dataclasses.replace(self, weights="", adapter="", weight_epoch=0).digest
+
     @classmethod
     def of(cls, spec: CacheSpec, params: object, config: object, *, batch: int, **fields):
         """The identity of a model as it stands: read off its leaves, weights and devices.

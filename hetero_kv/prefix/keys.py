@@ -92,6 +92,15 @@ def block_keys(
     return Keys(root, root_content, tuple(keys), tuple(contents), length)
 
 
+def of_epoch(keys: Keys, epoch: bytes, digest: Digest = sha256) -> Keys:
+    """The keys that the same prompt has in another epoch."""
+    root = read_root(keys.root_content)
+    content = _root_content(epoch, root.tenant, root.adapter)
+    key = digest(content)
+    chain = _chain_by(digest, key, list(keys.contents))
+    return dataclasses.replace(keys, root=key, root_content=content, keys=tuple(chain))
+
+
 def _chain(key: bytes, contents: list[bytes]) -> list[bytes]:
     """`_chain_by(sha256, …)`, which is most of what a lookup costs."""
     hashed, keys = hashlib.sha256, []

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Self
 
 from hetero_kv.prefix.index import Group
-from hetero_kv.prefix.keys import Keys
+from hetero_kv.prefix.keys import Keys, read_root
 from hetero_kv.prefix.plan import Plan, Reason
 
 if TYPE_CHECKING:
@@ -45,6 +45,11 @@ class Lease:
         self._abandon = abandon
         self.renew(plan, history, checkpoint)
         self.released = False
+
+    @property
+    def epoch(self) -> bytes:
+        """Digest of the identity that it was opened under; b"" if the prompt is not cacheable."""
+        return read_root(self.keys.root_content).epoch
 
     @property
     def candidate_length(self) -> int:
@@ -93,7 +98,8 @@ class Lease:
     @property
     def checkpoint_points(self) -> tuple[int, ...]:
         """Lengths beyond the resumable one at which prefill should end a chunk and publish."""
-        return tuple(x for x in self._points if x > self.resumable_length)
+        length = self.plan.resumable_length
+        return tuple([x for x in self._points if x > length])
 
     def groups(self) -> list[Group]:
         """Everything pinned."""

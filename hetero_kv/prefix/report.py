@@ -34,6 +34,15 @@ class Removed:
     durable: bool = True
     failure: str = ""
 
+    def __add__(self, other: "Removed") -> "Removed":
+        """Both together."""
+        return Removed(
+            self.groups + other.groups,
+            self.nbytes + other.nbytes,
+            self.durable and other.durable,
+            self.failure or other.failure,
+        )
+
     def on_disk(self, flushed: Flushed) -> "Removed":
         """With what a flush of the disk has achieved. What it lost is gone as well."""
         failure = "" if flushed.failure == LOST else flushed.failure

@@ -29,6 +29,7 @@ class Fetcher:
     """Copies groups out of the tiers, by host memory first. What turns out damaged is dropped.
 
     planner: makes the planner of another plan, at most `limit` tokens long.
+    epoch: the present one; a lease of another one gets nothing.
     """
 
     def __init__(
@@ -38,18 +39,33 @@ class Fetcher:
         transfer: Transfer,
         counters: Counters,
         planner: PlannerOf,
+        epoch: Callable[[], bytes],
     ):
         self._catalog = catalog
         self._disk = disk
         self._transfer = transfer
         self._counters = counters
         self._planner = planner
+        self._epoch = epoch
 
     def fetch(self, lease: Lease, capacity: int) -> tuple[list[Delivered], Delivered | None]:
         """Copies of what the lease promises: its history groups, and its checkpoint.
 
         The lease's plan is shortened to what could be delivered, and to `capacity` tokens.
         """
+        if self._is_old(lease):
+            return [], None
+        found = self._fetch(lease, capacity)
+        # Once more after the copies: the weights may have changed meanwhile.
+        return ([], None) if self._is_old(lease) else found
+
+    def _is_old(self, lease: Lease) -> bool:
+        if not lease.resumable_length or lease.epoch == self._epoch():
+            return False
+        self._replan(lease, 0, ("", "epoch"))
+        return True
+
+    def _fetch(self, lease: Lease, capacity: int) -> tuple[list[Delivered], Delivered | None]:
         if lease.resumable_length > capacity:
             self._replan(lease, capacity)
         for last_try in (False, True):

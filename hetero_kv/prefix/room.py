@@ -3,6 +3,7 @@
 The catalog is built on this. Everything here runs under the catalog's lock.
 """
 
+import collections
 import threading
 import time
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ class Room:
         self.used = dict.fromkeys(KINDS, 0)  # bytes in host memory
         self.leases = 0  # open ones
         self.epochs: frozenset[bytes] | None = None  # whose groups may be stored; None: anyone's
+        self._leases_of: collections.Counter[bytes] = collections.Counter()  # by epoch
         self._eviction = {kind: self._order() for kind in KINDS}
         self._share = shares(policy.checkpoint_share, tier.capacity)  # bytes
         self._counters = counters

@@ -6,19 +6,23 @@ given: whoever publishes says how far it went.
 
 import dataclasses
 import functools
+import time
 from collections.abc import Sequence
 
 from hetero_kv.contract import CacheSpec
-from hetero_kv.metrics import Counters, series
+from hetero_kv.metrics import Snapshot, series
+from hetero_kv.prefix import observe
 from hetero_kv.prefix.catalog import Catalog
 from hetero_kv.prefix.costs import Costs
 from hetero_kv.prefix.host import HostTier
 from hetero_kv.prefix.index import KINDS
 from hetero_kv.prefix.keys import Keys
 from hetero_kv.prefix.lease import Lease
+from hetero_kv.prefix.observe import Clock, Observer
 from hetero_kv.prefix.payload import SizedPayload
 from hetero_kv.prefix.plan import Geometry, plan
 from hetero_kv.prefix.policy import Policy
+from hetero_kv.prefix.quotas import Quotas
 
 
 class SizedStore:
@@ -28,7 +32,7 @@ class SizedStore:
         geometry: block, granularity and components.
         block_bytes: of the history group of one block. checkpoint_bytes: of one checkpoint.
         capacity: bytes for both kinds together.
-        policy, costs: as for PrefixStore.
+        policy, costs, quotas, clock: as for PrefixStore.
     """
 
     def __init__(
@@ -40,13 +44,17 @@ class SizedStore:
         capacity: int,
         policy: Policy | str = "full",
         costs: Costs | None = None,
+        quotas: Quotas | None = None,
+        clock: Clock = time.monotonic,
     ):
         self.geometry = dataclasses.replace(
             geometry, block_bytes=block_bytes, checkpoint_bytes=checkpoint_bytes
         )
         self.policy = Policy.named(policy) if isinstance(policy, str) else policy
-        self.counters = Counters()
-        self.catalog = Catalog(self.geometry, HostTier(capacity), self.policy, self.counters)
+        self.counters = observe.counters()
+        self.observer = Observer(self.counters, self.geometry, clock)
+        parts = (HostTier(capacity), self.policy, self.counters, quotas, clock)
+        self.catalog = Catalog(self.geometry, *parts)
         self._block = SizedPayload(block_bytes)  # one object stands for all: nothing changes it
         self._checkpoint = SizedPayload(checkpoint_bytes)
         placed = self.policy.checkpoints
@@ -61,15 +69,12 @@ class SizedStore:
 
     def lookup(self, keys: Keys, length: int | None = None) -> Lease:
         """Pins what a prompt of `length` tokens (None: that of the keys) can resume."""
+        observer = self.observer
+        started = observer.clock()
         length = keys.length if length is None else length
         lease = self.catalog.open(keys, length, self._planner)
-        counters, found = self.counters, lease.plan
-        counters.add("lookups_total")
-        counters.add("prompt_tokens_total", length)
-        counters.add("candidate_tokens_total", found.candidate_length)
-        counters.add("resumable_tokens_total", found.resumable_length)
-        for reason in found.reasons:
-            counters.add("shortened_total", component=reason.component, code=reason.code)
+        observer.looked_up(lease.plan, length, started)
+        observer.hit(lease.plan)
         return lease
 
     def publish(self, keys: Keys, blocks: int, points: Sequence[int] = ()) -> str:
@@ -77,6 +82,7 @@ class SizedStore:
 
         Returns "" or the reason why the rest was left out.
         """
+        started = self.observer.clock()
         catalog, size = self.catalog, self.geometry.block
         path, reason = catalog.hold(keys, blocks), ""
         try:
@@ -89,12 +95,10 @@ class SizedStore:
                     reason = catalog.add_checkpoint(end, self._checkpoint)
         finally:
             catalog.let_go(path)
-        if reason:
-            self.counters.add("publish_cut_total", reason=reason)
-        self.counters.add("publishes_total")
+        self.observer.published(started, reason)
         return reason
 
-    def metrics(self) -> dict[str, int]:
-        """Counters and gauges by name."""
+    def metrics(self) -> Snapshot:
+        """Counters, histograms and gauges by name."""
         used = {series("host_used_bytes", kind=kind): self.catalog.used[kind] for kind in KINDS}
-        return {**self.counters.snapshot(), **used}
+        return self.counters.snapshot() | self.counters.named(used)

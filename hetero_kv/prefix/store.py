@@ -4,35 +4,38 @@ import dataclasses
 import functools
 import math
 import pathlib
+import time
 from collections.abc import Mapping
 
 import numpy as np
 
 from hetero_kv import validate
 from hetero_kv.contract import CacheSpec
-from hetero_kv.metrics import Counters, series
+from hetero_kv.prefix import observe
 from hetero_kv.prefix.costs import Costs
-from hetero_kv.prefix.disk.results import Flushed
 from hetero_kv.prefix.disk.tier import DiskTier
-from hetero_kv.prefix.host import Fetched, HostTier
+from hetero_kv.prefix.host import HostTier
 from hetero_kv.prefix.identity import Identity
-from hetero_kv.prefix.index import CHECKPOINT, HISTORY, KINDS, Group
-from hetero_kv.prefix.keys import Digest, Keys, block_keys, sha256
+from hetero_kv.prefix.index import CHECKPOINT, HISTORY
+from hetero_kv.prefix.keys import Digest, Keys, read_root, sha256
 from hetero_kv.prefix.lease import Lease
+from hetero_kv.prefix.observe import Clock, Observer
 from hetero_kv.prefix.payload import ArrayPayload, GroupLayout, label
-from hetero_kv.prefix.plan import Geometry, Plan, Planner, Reason, plan
+from hetero_kv.prefix.plan import DISK, Geometry, Plan, Planner, Reason, plan
 from hetero_kv.prefix.policy import Policy
+from hetero_kv.prefix.quotas import Quotas
 from hetero_kv.prefix.report import Explanation, Published
 from hetero_kv.prefix.restore import Delivered, Fetcher
 from hetero_kv.prefix.selftest import shortest_resumable
 from hetero_kv.prefix.tiered import TieredCatalog
 from hetero_kv.prefix.transfer import transfer_for
+from hetero_kv.prefix.upkeep import Upkeep
 from hetero_kv.state import Cache
 
 Extra = Mapping[str, object] | None
 
 
-class PrefixStore:
+class PrefixStore(Upkeep):
     """Prefixes of one model in host memory, published, looked up and restored by contract.
 
     Args:
@@ -45,9 +48,13 @@ class PrefixStore:
             (at most 64 MiB) on top of `host_bytes`. If the directory cannot be used, the store
             goes on without it: `disk_failure` says why.
         policy: where checkpoints go, and eviction; a name as in `Policy.named` will do.
+        quotas: what each tenant may hold, on every tier; no limits by default.
+        epochs_kept: of how many earlier epochs of the weights entries are retained, see
+            `advance_epoch`; also of those found on disk. 0: of none.
         costs: seconds of computing, replaying and reading, by which routes are chosen. None: what
             can be resumed is resumed, by the way that runs the fewest tokens.
         digest: the hash of block keys; tests cut it short.
+        clock: seconds, for latencies and ages.
 
     Attributes:
         granularity: G, tokens; every resumable length is a multiple of it.
@@ -70,7 +77,10 @@ class PrefixStore:
         disk_bytes: int = 0,
         policy: Policy | str = "full",
         costs: Costs | None = None,
+        quotas: Quotas | None = None,
+        epochs_kept: int = 1,
         digest: Digest = sha256,
+        clock: Clock = time.monotonic,
     ):
         if (disk_dir is None) != (disk_bytes == 0):
             raise ValueError(f"a disk tier needs both, got {disk_dir=} and {disk_bytes=}")
@@ -78,6 +88,8 @@ class PrefixStore:
             raise ValueError(f"a store with a disk needs what reading it costs, got {costs}")
         if identity.block != spec.block:
             raise ValueError(f"{identity.block=} is not {spec.block=}: use Identity.of(spec, …)")
+        if epochs_kept < 0:
+            raise ValueError(f"epochs_kept is a number of epochs >= 0, got {epochs_kept}")
         self.spec = spec
         self.identity = identity
         self.policy = Policy.named(policy) if isinstance(policy, str) else policy
@@ -85,7 +97,9 @@ class PrefixStore:
         self.geometry = Geometry.of(spec)
         self.granularity = spec.granularity
         self.transfer = transfer_for(spec)
-        self.counters = Counters()
+        self.epochs_kept = epochs_kept
+        self.counters = observe.counters()
+        self._observer = Observer(self.counters, self.geometry, clock)
         self.disk: DiskTier | None = None
         self.disk_failure = ""
         self.warnings: tuple[str, ...] = ()
@@ -95,15 +109,19 @@ class PrefixStore:
         kept = self._checked_policy(host_bytes, least)
         if disk_dir is not None:
             self._open_disk(disk_dir, disk_bytes)
-        tier = HostTier(host_bytes)
-        self.catalog = TieredCatalog(self.geometry, tier, kept, self.counters, self.disk)
-        if self.disk is not None:
-            self.catalog.load(digest, lambda *group: self._layout_of(*group).nbytes)
+        tiers = (HostTier(host_bytes), kept, self.counters, self.disk)
+        self.catalog = TieredCatalog(self.geometry, *tiers, quotas, clock)
         self._fetcher = Fetcher(
-            self.catalog, self.disk, self.transfer, self.counters, self._planner
+            self.catalog,
+            self.disk,
+            self.transfer,
+            self.counters,
+            self._planner,
+            lambda: self.epoch,
         )
         self._digest = digest
         self._closed = False
+        self._load()
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -123,16 +141,12 @@ class PrefixStore:
             `self.wait` does. 0: the lease's `pending` says whether there is one.
         """
         self._check_open()
+        started = self._observer.clock()
         keys = self._keys(tokens, tenant, extra)
         lease = self.catalog.open(keys, keys.length, self._planner(keys))
         if wait > 0 and lease.following is not None:
             self._wait(lease, wait)
-        self.counters.add("lookups_total")
-        self.counters.add("prompt_tokens_total", lease.prompt_length)
-        self.counters.add("candidate_tokens_total", lease.candidate_length)
-        self.counters.add("resumable_tokens_total", lease.resumable_length)
-        for reason in lease.reasons:
-            self.counters.add("shortened_total", component=reason.component, code=reason.code)
+        self._observer.looked_up(lease.plan, lease.prompt_length, started)
         return lease
 
     def wait(self, lease: Lease, timeout: float) -> bool:
@@ -164,7 +178,8 @@ class PrefixStore:
 
         The cache given is donated: use the returned one. What was fetched defines the length: if
         an object turns out stale or damaged it is dropped and one shorter plan is made, at the
-        worst a cold start at length 0. The lease's properties tell the plan that was carried out.
+        worst a cold start at length 0, as for a lease of another epoch of the weights than the
+        present one. The lease's properties tell the plan that was carried out.
         If `lease.replay` is not None, windows and tails are empty and their evidence is reset:
         run `model.replay(params, tokens, cache, *lease.replay)` before anything else. If
         `lease.approximate`, what follows is not what a cold run computes, and is never published.
@@ -173,6 +188,7 @@ class PrefixStore:
         self._check_row(cache, row)
         if lease.released:
             raise ValueError("the lease is released: restore inside its with block")
+        started = self._observer.clock()
         history, checkpoint = self._fetcher.fetch(lease, cache.capacity)
         length = lease.resumable_length
         cache = self.transfer.write(
@@ -184,13 +200,11 @@ class PrefixStore:
             self.transfer.stage_history([x.payload for x in history], cache.capacity),
             self.transfer.stage_checkpoint(checkpoint and checkpoint.payload),
         )
-        start, stop = lease.replay or (0, 0)
-        self.counters.add("restores_total")
-        self.counters.add("restored_tokens_total", length - (stop - start))
-        self.counters.add("replay_tokens_total", stop - start)
         if lease.approximate:
             self.counters.add("approximate_restores_total")
         self._count_bytes("restored_bytes_total", history, checkpoint)
+        from_disk = sum(x.tier == DISK for x in history) * self.spec.block
+        self._observer.restored(lease.plan, from_disk, started)
         return cache
 
     def explain(self, tokens: np.ndarray, tenant: str = "", extra: Extra = None) -> Explanation:
@@ -216,6 +230,7 @@ class PrefixStore:
         tenant: str = "",
         extra: Extra = None,
         points: tuple[int, ...] | None = None,
+        epoch: bytes | None = None,
     ) -> Published:
         """Stores what row `row` holds of the prompt i32[n]; the cache stands at P <= n.
 
@@ -226,12 +241,21 @@ class PrefixStore:
 
         points: checkpoint points (`lease.checkpoint_points`); None: those that the policy
             chooses for the prompt, knowing of no earlier match.
+        epoch: that of the weights which have computed the row (`lease.epoch`, or `self.epoch` as
+            it was when the row began); of another epoch than the present one nothing is stored.
+            None: the present one is meant, unless a lease of another epoch is open: the row could
+            be its. A request that outlives its lease and a change of weights must give it.
         """
         self._check_open()
         self._check_row(cache, row)
+        started = self._observer.clock()
         keys = self._keys(tokens, tenant, extra)
         if keys.refusal:
             return self._refused("not_cacheable")
+        # The keys carry the epoch, so a change from here on does no harm.
+        now = read_root(keys.root_content).epoch
+        if epoch not in (None, now) or (epoch is None and self.catalog.serves_others(now)):
+            return self._refused("epoch")
         length, grid_length, verdict = self.transfer.inspect(cache, np.int32(row))
         if not verdict.ok[0]:
             wrong = validate.describe(self.spec, verdict, 0)
@@ -242,7 +266,10 @@ class PrefixStore:
             points = self.policy.checkpoints.points(keys.length, self.geometry)
         at_point = length == grid_length and length in points
         at_point &= length > 0 and length % self.spec.granularity == 0
-        return self._store(keys, cache, row, length, self.spec.blocks_in(grid_length), at_point)
+        blocks = self.spec.blocks_in(grid_length)
+        found = self._store(keys, cache, row, length, blocks, at_point)
+        self._observer.published(started, *found.reasons)
+        return found
 
     def _store(
         self, keys: Keys, cache: Cache, row: int, length: int, blocks: int, at_point: bool
@@ -264,107 +291,10 @@ class PrefixStore:
                     stored = not reason
         finally:
             self.catalog.let_go(path)
-        if reason:
-            self.counters.add("publish_cut_total", reason=reason)
         reasons = (reason,) if reason else ()
-        self.counters.add("publishes_total")
         return Published(length, len(path), len(path) - known, stored, reasons)
 
-    # -- upkeep --------------------------------------------------------------------------------
-
-    def metrics(self) -> dict[str, int]:
-        """Counters and gauges by name; ratios are for the reader to derive."""
-        tier, used = self.catalog.tier, self.catalog.used
-        gauges = {
-            "host_capacity_bytes": tier.capacity,
-            "host_free_bytes": tier.free,
-            "leases_open": self.catalog.leases,
-        }
-        if self.disk is not None:
-            gauges |= self.disk.metrics()
-        for kind in KINDS:
-            gauges[series("host_used_bytes", kind=kind)] = used[kind]
-        return {**self.counters.snapshot(), **gauges}
-
-    def verify(self) -> list[str]:
-        """Reads every object and every book; drops damaged objects. Empty list: healthy."""
-        self._check_open()
-        found = self.catalog.problems()
-        if self.disk is not None:
-            found += self.disk.problems()
-        for group in self.catalog.groups():
-            # On disk first: what is damaged in memory alone is then taken from there.
-            found += self._verify_disk(group)
-            host, disk = self.catalog.places(group)
-            if host is None or group.node.group(group.kind) is not group:
-                continue  # went with a damaged one before it
-            fetched = self.catalog.tier.read(host, group.label)
-            if fetched.payload is None and self.catalog.places(group)[0] == host:
-                found.append(self._damage(group, fetched))
-                if disk is None or not self._fetcher.can_leave_host(group, host, fetched):
-                    self._fetcher.drop(group, fetched.failure, fetched.component)
-        return found
-
-    def flush(self) -> Flushed:
-        """Returns when everything published is as durable as its tiers allow (host: at once).
-
-        This is the acknowledgement: what is on disk then is found again by another store, unless
-        `ok` is False. In that case `failure` says why, and what was lost is not offered any more.
-        """
-        self._check_open()
-        return self._flush()
-
-    def clear(self) -> None:
-        """Drops everything, leased or not, on disk too; open leases will restore less."""
-        self._check_open()
-        self.catalog.clear()
-
-    def close(self) -> None:
-        """Flushes and gives all memory back; what is on disk stays. Later calls raise."""
-        if not self._closed:
-            self._closed = True
-            self._flush()
-            self.catalog.close()
-            if self.disk is not None:
-                self.disk.close()
-
-    def _flush(self) -> Flushed:
-        if self.disk is None:
-            return Flushed(True)
-        before, left = -1, self.catalog.spill()
-        while left and left != before:
-            self.disk.write_back()
-            before, left = left, self.catalog.spill()
-        flushed = self.disk.flush()
-        self.catalog.lose(flushed.lost)
-        return flushed
-
-    def _verify_disk(self, group: Group) -> list[str]:
-        _, ticket = self.catalog.places(group)
-        if ticket is None:
-            return []
-        fetched = self.disk.read(ticket, group.label)
-        if fetched.payload is not None or self.catalog.places(group)[1] != ticket:
-            return []
-        self._fetcher.count_damage("disk_dropped_total", group, fetched.failure, fetched.component)
-        self.catalog.leave_disk(group)
-        return [f"disk: {self._damage(group, fetched)}"]
-
-    def _damage(self, group: Group, fetched: Fetched) -> str:
-        at = group.node.depth * self.spec.block
-        return f"{group.kind} at {at}: {fetched.failure} {fetched.component}"
-
     # -- inside --------------------------------------------------------------------------------
-
-    def _open_disk(self, directory: pathlib.Path | str, nbytes: int) -> None:
-        disk = DiskTier(
-            directory, nbytes, self.identity.digest, self._layout_of, counters=self.counters
-        )
-        if disk.failure:
-            self.disk_failure = disk.failure
-            self.counters.add("disk_unusable_total", reason=disk.failure)
-            return
-        self.disk = disk
 
     def _layout_of(self, kind: str, depth: int) -> GroupLayout:
         if kind == CHECKPOINT:
@@ -423,9 +353,6 @@ class PrefixStore:
         layout = self._layout_of(kind, block + 1)
         return ArrayPayload.seal(layout, label(kind, keys.keys[block], block + 1), buffer)
 
-    def _keys(self, tokens: np.ndarray, tenant: str, extra: Extra) -> Keys:
-        return block_keys(self.identity, tokens, tenant, extra, self._digest)
-
     def _refused(self, code: str, *details: str, length: int = 0) -> Published:
         self.counters.add("publish_refused_total", reason=code)
         return Published(length=length, reasons=(code, *details))
@@ -436,10 +363,6 @@ class PrefixStore:
         for payload, tier in history + ([checkpoint] if checkpoint else []):
             for component, start, stop in payload.layout.components:
                 self.counters.add(name, stop - start, component=component, tier=tier)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ValueError("the store is closed")
 
     @staticmethod
     def _check_row(cache: Cache, row: int) -> None:

@@ -8,8 +8,10 @@ exception and never wrong bytes.
 import collections
 import pathlib
 import threading
+import time
+from collections.abc import Callable
 
-from hetero_kv.metrics import Counters
+from hetero_kv.metrics import LATENCY_BOUNDS, Counters
 from hetero_kv.prefix.disk.books import INDEX_LEAST, Books, Entry
 from hetero_kv.prefix.disk.catalog_db import CatalogDb
 from hetero_kv.prefix.disk.commit import Committer
@@ -42,6 +44,7 @@ class DiskTier:
         queue_bytes: of objects that wait to be written.
         background: write in a thread; else `put` writes when the queue is full, and `flush`.
         order: which objects go first if the directory holds more than `capacity`.
+        clock: seconds, for latencies.
         files: operations on files, for tests.
 
     Raises:
@@ -61,6 +64,7 @@ class DiskTier:
         background: bool = True,
         order: Order = leaf_first,
         counters: Counters | None = None,
+        clock: Callable[[], float] = time.monotonic,
         files: Files | None = None,
     ):
         if capacity < SMALLEST:
@@ -84,8 +88,10 @@ class DiskTier:
         self._books = Books(capacity, size + SEGMENT_HEADER)
         files = files or Files()
         self._db = CatalogDb(self.directory, identity, self._books.index_base // 2)
+        self._clock = clock
+        self._reading = self.counters.histogram("disk_read_seconds", LATENCY_BOUNDS)
         shared = (self._books, self._lock, self.counters, self._lose)
-        self._writer = Writer(self.directory, identity, size, files, *shared)
+        self._writer = Writer(self.directory, identity, size, files, *shared, clock)
         self._committer = Committer(self._writer, self._db, *shared)
         self._waiting = WriteBack(self._writer.write, self._io, self._lock)
         try:
@@ -131,6 +137,7 @@ class DiskTier:
 
         A damaged or unreadable object is dropped.
         """
+        started = self._clock()
         for _ in range(_TRIES):
             with self._lock:
                 entry = self._books.entries.get(ticket.generation)
@@ -156,6 +163,7 @@ class DiskTier:
             self.drop(ticket)
         else:
             self.counters.add("disk_read_bytes_total", result.payload.nbytes)
+            self._reading.observe(self._clock() - started)
         return result
 
     def drop(self, ticket: Ticket) -> bool:

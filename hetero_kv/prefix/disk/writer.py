@@ -7,9 +7,10 @@ readers and is never held over a slow operation.
 import errno
 import pathlib
 import threading
+import time
 from collections.abc import Callable
 
-from hetero_kv.metrics import Counters
+from hetero_kv.metrics import LATENCY_BOUNDS, Counters
 from hetero_kv.prefix.disk.books import Books, Entry
 from hetero_kv.prefix.disk.files import Files
 from hetero_kv.prefix.disk.record import SEGMENT_HEADER
@@ -31,6 +32,7 @@ class Writer:
         lock: threading.RLock,
         counters: Counters,
         lose: Callable[[Entry, str], None],
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.next_number = 1
         self.head: Segment | None = None
@@ -47,6 +49,8 @@ class Writer:
         self._lock = lock
         self._counters = counters
         self._lose = lose
+        self._clock = clock
+        self._writing = counters.histogram("disk_write_seconds", LATENCY_BOUNDS)
 
     # -- appending ---------------------------------------------------------------------------
 
@@ -56,6 +60,7 @@ class Writer:
             header, payload = entry.header, entry.payload
             if self._books.entries.get(entry.generation) is not entry or payload is None:
                 return  # deleted while it waited
+        started = self._clock()
         segment, reason = self._head_for(header.record_bytes, entry.index_bytes)
         if segment is not None:
             try:
@@ -75,6 +80,7 @@ class Writer:
         if not alive:
             self.kill(segment, place.offset)
         self._counters.add("disk_written_bytes_total", header.record_bytes)
+        self._writing.observe(self._clock() - started)
 
     def kill(self, segment: Segment, offset: int) -> None:
         """Marks a record dead; if that fails, `commit` tries again and tells."""

@@ -7,6 +7,7 @@ import numpy as np
 from hetero_kv import state, validate
 from hetero_kv.prefix.identity import Identity
 from hetero_kv.prefix.index import CHECKPOINT, HISTORY
+from hetero_kv.prefix.observe import NAMESPACE
 from hetero_kv.prefix.store import PrefixStore
 from tests.hetero_kv import synthetic
 
@@ -30,9 +31,16 @@ def prompt(seed, n=60, shared=0):
     return np.concatenate([head, np.random.default_rng(seed).integers(0, 1000, n - shared)])
 
 
+def plain_metrics(store):
+    """By names without the namespace."""
+    found = store.metrics()
+    assert all(x.startswith(NAMESPACE) for x in found)
+    return {x.removeprefix(NAMESPACE): n for x, n in found.items()}
+
+
 def healthy(store):
     assert store.verify() == []
-    metrics = store.metrics()
+    metrics = plain_metrics(store)
     used = sum(metrics[f'host_used_bytes{{kind="{x}"}}'] for x in (HISTORY, CHECKPOINT))
     assert metrics["host_free_bytes"] + used == metrics["host_capacity_bytes"]
 
@@ -52,7 +60,7 @@ def serve(store, cache, row, tokens, spec=SPEC, publish=True, **who):
     assert not synthetic.wrong_rows(spec, cache, row, tokens)
     assert validate.evidence(spec, cache).ok.all()
     healthy(store)
-    assert store.metrics()["leases_open"] == 0
+    assert plain_metrics(store)["leases_open"] == 0
     return cache, length
 
 
