@@ -27,7 +27,7 @@ from hetero_kv import state
 from hetero_kv.prefix.disk.tier import SMALLEST
 from hetero_kv.prefix.policy import EVICTIONS
 from tests.hetero_kv import synthetic
-from tests.hetero_kv.prefix import world
+from tests.hetero_kv.prefix import stores, world
 from tests.hetero_kv.prefix.world import CAPACITY, PLENTY, PROMPTS, SPEC, WHO, B, G
 
 BLOCK, STATE = 96, 528  # bytes of a group of each kind
@@ -360,7 +360,9 @@ class Histories(RuleBasedStateMachine):
     def clear(self):
         self.store.clear()
         assert not self.store.catalog.groups()
-        assert plain_metrics(self.store)["host_free_bytes"] == self.store.catalog.tier.capacity
+        assert (
+            stores.plain_metrics(self.store)["host_free_bytes"] == self.store.catalog.tier.capacity
+        )
         self._broken()
         self.model = Model()
         self.exact = self.roomy and not self.files.failing
@@ -382,7 +384,7 @@ class Histories(RuleBasedStateMachine):
         world.healthy(self.store)
         if not self.hidden:
             assert self.store.verify() == []
-        metrics = plain_metrics(self.store)
+        metrics = stores.plain_metrics(self.store)
         assert metrics["leases_open"] == len(self.leases)
         pins = sum(x.pins for x in self.store.catalog.groups())
         held = sum(len(x.lease.groups()) for x in self.leases)
@@ -412,7 +414,7 @@ class Histories(RuleBasedStateMachine):
         self.files.failing.clear()
         for held in self.leases:
             held.lease.release()
-        assert plain_metrics(self.store)["leases_open"] == 0
+        assert stores.plain_metrics(self.store)["leases_open"] == 0
         assert not any(x.pins for x in self.store.catalog.groups())
         self.store.clear()
         world.healthy(self.store)

@@ -18,6 +18,7 @@ from hetero_kv.prefix.baseline import HashOnlyStore
 from hetero_kv.prefix.identity import Identity
 from hetero_kv.prefix.store import PrefixStore
 from models.config import DecoderConfig
+from tests.hetero_kv.prefix.stores import plain_metrics
 
 TINY = DecoderConfig(
     vocab_size=64,
