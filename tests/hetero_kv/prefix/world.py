@@ -16,6 +16,7 @@ import numpy as np
 from hetero_kv import state, validate
 from hetero_kv.contract import Derived, Scratch
 from hetero_kv.prefix.disk.tier import DiskTier
+from hetero_kv.prefix.identity import Identity, describe_leaves
 from hetero_kv.prefix.store import PrefixStore
 from tests.hetero_kv import synthetic
 from tests.hetero_kv.prefix import stores
@@ -23,7 +24,16 @@ from tests.hetero_kv.prefix.disk import objects
 
 SPEC = synthetic.everything(chunk=8, block=4)
 B, G, CAPACITY = SPEC.block, SPEC.granularity, 40
-IDENTITY = stores.identity(SPEC)
+# By hand, so that a process may import this and fork before JAX starts its threads.
+IDENTITY = Identity(
+    weights="1" * 64,
+    config="2" * 64,
+    leaves=describe_leaves(SPEC),
+    block=B,
+    chunk=SPEC.chunk,
+    batch=2,
+    backend="cpu",
+)
 PLENTY = 1 << 20
 LENGTHS = (40, 33, 32, 25, 24, 17, 16, 9, 8, 7)
 FORKS = (0, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 31, 32, 33)
