@@ -5,6 +5,7 @@ The same code serves the engine (array payloads) and trace replay (sizes only).
 
 import functools
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from hetero_kv.prefix.flight import Flights
 from hetero_kv.prefix.index import CHECKPOINT, HISTORY, KINDS, Group, Node
@@ -15,6 +16,13 @@ from hetero_kv.prefix.plan import DISK, HOST, Plan, Planner, Presence
 from hetero_kv.prefix.quotas import Account
 from hetero_kv.prefix.report import Removed
 from hetero_kv.prefix.room import NO_ROOM, Room
+
+
+class Examined(NamedTuple):
+    """A plan, and what is stored of the prompt."""
+
+    plan: Plan
+    presence: Presence
 
 
 class Catalog(Room):
@@ -30,17 +38,19 @@ class Catalog(Room):
 
     def explain(self, keys: Keys, prompt_length: int, planner: Planner) -> Plan:
         """The plan as it would be made now; pins and touches nothing."""
-        return self.examine(keys, prompt_length, planner)[0]
+        return self.examine(keys, prompt_length, planner).plan
 
-    def examine(
-        self, keys: Keys, prompt_length: int, planner: Planner
-    ) -> tuple[Plan, Presence, Account | None]:
-        """The plan as it would be made now, what is stored, and whose it is (with quotas)."""
+    def examine(self, keys: Keys, prompt_length: int, planner: Planner) -> Examined:
+        """The same, with what it was made from."""
         with self._lock:
             nodes = self.index.match(keys)
             presence = self._presence(nodes)
-            account = nodes[0].account if nodes else None
-            return planner(self.geometry, prompt_length, presence), presence, account
+            return Examined(planner(self.geometry, prompt_length, presence), presence)
+
+    def account(self, tenant: str) -> Account | None:
+        """What a tenant holds, and may hold; None where there are no quotas."""
+        with self._lock:
+            return None if self.accounts is None else self.accounts.of(tenant)
 
     def open(self, keys: Keys, prompt_length: int, planner: Planner) -> Lease:
         """Plans and pins what the plan promises."""
@@ -225,17 +235,16 @@ class Catalog(Room):
 
     # -- removal -----------------------------------------------------------------------------
 
-    def discard(self, group: Group) -> None:
+    def discard(self, group: Group, reason: str = "damaged") -> Removed:
         """Drops a group that must not be used any more, pinned or not, and what hangs on it."""
         with self._lock:
             if group.node.group(group.kind) is not group:
-                return
-            if group.kind == CHECKPOINT:
-                self._remove(group)
-                self._drop_bare(group.node)
-                return
-            for node in self.index.subtree(group.node):
-                self._remove_node(node)
+                return Removed()
+            if group.kind == HISTORY:
+                return self._invalidate(self.index.subtree(group.node), reason)
+            self._remove(group)
+            self._drop_bare(group.node)
+            return self._count_invalid({CHECKPOINT: [group.nbytes]}, reason)
 
     def clear(self) -> Removed:
         """Drops everything, pinned or not."""
@@ -293,6 +302,9 @@ class Catalog(Room):
                     sizes.setdefault(kind, []).append(group.nbytes)
         for node in nodes:
             self._remove_node(node)
+        return self._count_invalid(sizes, reason)
+
+    def _count_invalid(self, sizes: dict[str, list[int]], reason: str) -> Removed:
         for kind, some in sizes.items():
             labels = dict(kind=kind, reason=reason)
             self._counters.add("invalidated_groups_total", len(some), **labels)

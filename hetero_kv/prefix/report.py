@@ -1,9 +1,8 @@
-"""What the store tells its caller about a publish or a lookup."""
+"""What the store tells its caller about a publish or a deletion."""
 
 import dataclasses
 
 from hetero_kv.prefix.disk.results import LOST, Flushed
-from hetero_kv.prefix.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,24 +46,3 @@ class Removed:
         """With what a flush of the disk has achieved. What it lost is gone as well."""
         failure = "" if flushed.failure == LOST else flushed.failure
         return dataclasses.replace(self, durable=not failure, failure=failure)
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """Why a prompt would be resumed where it would be; `str()` is a table."""
-
-    prompt_length: int
-    plan: Plan
-    granularity: int
-    minimum_resumable: int
-    largest_boundary: int
-
-    def __str__(self) -> str:
-        lines = [
-            f"prompt {self.prompt_length}  candidate {self.plan.candidate_length}  "
-            f"resumable {self.plan.resumable_length}  best possible {self.largest_boundary}  "
-            f"(multiples of {self.granularity}, shortest {self.minimum_resumable})",
-        ]
-        width = max((len(x) for x in self.plan.routes), default=0)
-        lines += [f"  {name:<{width}}  {route}" for name, route in self.plan.routes.items()]
-        return "\n".join(lines + [f"  {reason}" for reason in self.plan.reasons])

@@ -14,6 +14,7 @@ from hetero_kv.contract import CacheSpec
 from hetero_kv.prefix import observe
 from hetero_kv.prefix.costs import Costs
 from hetero_kv.prefix.disk.tier import DiskTier
+from hetero_kv.prefix.explain import Explanation, component_rows
 from hetero_kv.prefix.host import HostTier
 from hetero_kv.prefix.identity import Identity
 from hetero_kv.prefix.index import CHECKPOINT, HISTORY
@@ -24,7 +25,7 @@ from hetero_kv.prefix.payload import ArrayPayload, GroupLayout, label
 from hetero_kv.prefix.plan import DISK, Geometry, Plan, Planner, Reason, plan
 from hetero_kv.prefix.policy import Policy
 from hetero_kv.prefix.quotas import Quotas
-from hetero_kv.prefix.report import Explanation, Published
+from hetero_kv.prefix.report import Published
 from hetero_kv.prefix.restore import Delivered, Fetcher
 from hetero_kv.prefix.selftest import shortest_resumable
 from hetero_kv.prefix.tiered import TieredCatalog
@@ -208,16 +209,19 @@ class PrefixStore(Upkeep):
         return cache
 
     def explain(self, tokens: np.ndarray, tenant: str = "", extra: Extra = None) -> Explanation:
-        """Why a lookup now would be shortened, per component, as data and (`str`) as text."""
+        """Why a lookup now would be shortened, per component, as data and (`str`) as a table."""
         self._check_open()
         keys = self._keys(tokens, tenant, extra)
-        found = self.catalog.explain(keys, keys.length, self._planner(keys))
+        found = self.catalog.examine(keys, keys.length, self._planner(keys))
+        run = self.policy.replay_tokens(self.geometry)
         return Explanation(
             keys.length,
-            found,
+            found.plan,
             self.granularity,
             self.minimum_resumable,
             self.spec.largest_boundary(keys.length),
+            component_rows(self.spec, self.geometry, found.plan, found.presence, run),
+            self._facts(tenant),
         )
 
     # -- writing -------------------------------------------------------------------------------
@@ -281,6 +285,7 @@ class PrefixStore(Upkeep):
                 buffers = self.transfer.read_history(cache, row, known, blocks)
                 run = [self._seal(HISTORY, keys, i, x) for i, x in enumerate(buffers, known)]
                 reason = self.catalog.add_history(keys, path, *run)
+                self._count_published(run[: len(path) - known])
             stored = False
             if at_point and not reason and self.geometry.checkpoint:
                 stored = self.catalog.has_checkpoint(path)
@@ -289,6 +294,7 @@ class PrefixStore(Upkeep):
                     sealed = self._seal(CHECKPOINT, keys, blocks - 1, buffer)
                     reason = self.catalog.add_checkpoint(path, sealed)
                     stored = not reason
+                    self._count_published([sealed] if stored else [])
         finally:
             self.catalog.let_go(path)
         reasons = (reason,) if reason else ()
@@ -356,6 +362,11 @@ class PrefixStore(Upkeep):
     def _refused(self, code: str, *details: str, length: int = 0) -> Published:
         self.counters.add("publish_refused_total", reason=code)
         return Published(length=length, reasons=(code, *details))
+
+    def _count_published(self, payloads: list[ArrayPayload]) -> None:
+        for payload in payloads:
+            for component, start, stop in payload.layout.components:
+                self.counters.add("published_bytes_total", stop - start, component=component)
 
     def _count_bytes(
         self, name: str, history: list[Delivered], checkpoint: Delivered | None

@@ -108,6 +108,8 @@ class TieredCatalog(Catalog):
             node = group.node
             if node.group(group.kind) is not group:
                 return
+            if evicted and not group.on_host:
+                self._lives.ended(group.kind, [group])
             self.disk.detach(group, evicted)
             if group.kind == CHECKPOINT:
                 self._off_disk(group)

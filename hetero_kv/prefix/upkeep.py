@@ -40,7 +40,7 @@ class Upkeep:
     def metrics(self) -> Snapshot:
         """Counters, histograms and gauges by name; ratios are for the reader to derive.
 
-        `observe.to_text` makes the Prometheus text format of it, and says what each name means;
+        `families.to_text` makes the Prometheus text format of it, and says what each name means;
         `metrics.to_json` makes a line of JSON.
         """
         catalog, tier = self.catalog, self.catalog.tier
@@ -231,6 +231,24 @@ class Upkeep:
         self.catalog.lose(flushed.lost)
         self._observer.latency["flush"].observe(self._observer.clock() - started)
         return flushed
+
+    def _facts(self, tenant: str) -> tuple[tuple[str, str], ...]:
+        """What `explain` tells beside the plan."""
+        account = self.catalog.account(tenant) if isinstance(tenant, str) else None
+        others = len(self._epochs) - 1
+        more = f", {others} earlier retained" if others else ""
+        found = [("tenant", repr(tenant))] if tenant else []
+        found.append(("epoch", f"{self.identity.weight_epoch} ({self.epoch.hex()[:12]}){more}"))
+        if account is not None:
+            held = (
+                f"{have} of {limit} {name}"
+                for name, (have, limit) in account.facts().items()
+                if limit is not None
+            )
+            found.append(("quota", ", ".join(held) or "no limits"))
+        if self.disk_failure:
+            found.append(("no disk", self.disk_failure))
+        return tuple(found)
 
     def _or_failure(self, removed: Removed) -> Removed:
         """What is in a directory that could not be used is still there."""
