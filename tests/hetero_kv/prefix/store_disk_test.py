@@ -317,7 +317,8 @@ def keys_of(*blocks):
 class Model:
     """A catalog over both tiers, driven at random."""
 
-    def __init__(self, directory, order, geometry, host, disk):
+    def __init__(self, directory, order, geometry, host, disk, quotas=None):
+        self.quotas = quotas
         self.directory, self.geometry, self.host, self.disk = directory, geometry, host, disk
         self.policy = Policy(eviction=eviction(order))
         self.counters = Counters()
@@ -339,7 +340,7 @@ class Model:
             queue_bytes=1 << 14,
         )
         self.cat = TieredCatalog(
-            self.geometry, HostTier(self.host), self.policy, self.counters, self.tier
+            self.geometry, HostTier(self.host), self.policy, self.counters, self.tier, self.quotas
         )
         self.cat.load(sha256, lambda *x: self.layout(*x).nbytes)
 
