@@ -215,7 +215,7 @@ class Upkeep:
         if self.disk is not None:
             self.catalog.load(self._digest, lambda *group: self._layout_of(*group).nbytes)
             others = [x for x in self.catalog.epochs_by_age() if x != self.epoch]
-            kept = others[len(others) - self.epochs_kept :] if self.epochs_kept else []
+            kept = others[-self.epochs_kept :] if self.epochs_kept else []
             self._epochs = [*kept, self.epoch]
         self.catalog.retain(self._epochs)
 
