@@ -8,6 +8,7 @@ goes: released, left by an error, or garbage.
 
 import bisect
 import collections
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,16 +29,15 @@ class Flight:
     start: its first block. goals: ascending lengths that others can resume once they are published.
     """
 
-    __slots__ = ("changed", "goals", "keys", "open", "progress", "reached", "start")
+    open = True
+    progress = 0  # publishes of it
+    reached = 0  # tokens published of it
+    changed: threading.Condition | None = None  # made by the first that waits
 
     def __init__(self, keys: Keys, start: int, goals: Sequence[int]):
         self.keys = keys
         self.start = start
         self.goals = goals
-        self.open = True
-        self.progress = 0  # publishes of it
-        self.reached = 0  # tokens published of it
-        self.changed: threading.Condition | None = None  # made by the first that waits
 
 
 class Flights:
@@ -53,11 +53,13 @@ class Flights:
         self._boundary = geometry.largest_boundary
         self._points_matter = bool(geometry.checkpoint)
         # Lengths above this one need history only; None: there are no such lengths.
-        self._history_alone = run if geometry.checkpoint else 0
+        self._history_alone = 0
+        if geometry.checkpoint:
+            self._history_alone = None if math.isinf(run) else int(run)
         self._lock = lock
         self._counters = counters
         self._flights: dict[bytes, list[Flight]] = {}  # by the key of the first block
-        self._abandoned: collections.deque[Lease] = collections.deque()
+        self.abandoned: collections.deque[Lease] = collections.deque()
         self._closed = False
 
     def join(self, lease: Lease, follow: bool = True) -> None:
@@ -65,9 +67,8 @@ class Flights:
 
         follow: False: whatever others do, the lease's request is about to compute.
         """
-        lease.following = None
-        keys, block = lease.keys.keys, self._block
-        at = lease.resumable_length // block
+        keys = lease.keys.keys
+        at = lease.plan.resumable_length // self._block
         if at >= len(keys) or self._closed:
             return
         if follow and self._flights and self._follow(lease, at):
@@ -83,15 +84,16 @@ class Flights:
 
     def leave(self, lease: Lease) -> None:
         """The lease leads and follows no more."""
-        lease.following = None
         flight = lease.flight
-        if flight is not None:
-            lease.flight = None
-            flight.open = False
-            self._retire(flight)
-            if self.followed and flight in self.followed:
-                self.followed.discard(flight)
-                _notify(flight)
+        if flight is None:
+            lease.following = None
+            return
+        lease.flight = None
+        flight.open = False
+        self._retire(flight)
+        if flight in self.followed:
+            self.followed.discard(flight)
+            _notify(flight)
 
     def published(self, path: list[Node]) -> None:
         """Tells followers of what was published up to the last node of `path`."""
@@ -120,7 +122,7 @@ class Flights:
                     if timeout > 0:
                         self._counters.add("flight_timeouts_total")
                         self._retire(flight)
-                        self.join(lease, follow=False)
+                        self._go_ahead(lease)
                     return False
                 if flight.changed is None:
                     flight.changed = threading.Condition(self._lock)
@@ -130,13 +132,13 @@ class Flights:
 
     def abandon(self, lease: Lease) -> None:
         """Takes a lease that is garbage. May be called anywhere, so it only takes a note."""
-        self._abandoned.append(lease)
+        self.abandoned.append(lease)
 
     def settle(self) -> None:
         """Releases leases that became garbage."""
-        while self._abandoned:
+        while self.abandoned:
             self._counters.add("abandoned_leases_total")
-            self._abandoned.popleft().release()
+            self.abandoned.popleft().release()
 
     def close(self) -> None:
         """Ends all flights; nobody waits any more."""
@@ -152,9 +154,9 @@ class Flights:
 
     def _goals(self, lease: Lease) -> Sequence[int]:
         points = lease.checkpoint_points if self._points_matter else ()
-        if self._history_alone == float("inf"):
+        if self._history_alone is None:
             return points
-        step, known = self._granularity, max(lease.resumable_length, int(self._history_alone))
+        step, known = self._granularity, max(lease.resumable_length, self._history_alone)
         most = min(lease.prompt_length, len(lease.keys.keys) * self._block)
         every = range(known // step * step + step, most + 1, step)
         return sorted({*points, *every}) if points else every
@@ -182,16 +184,21 @@ class Flights:
             # have better luck, but not for ever.
             lease.fruitless += PATIENCE if flight.reached >= goal else 1
         if lease.fruitless >= PATIENCE and lease.following is not None:
-            self.join(lease, follow=False)
+            self._go_ahead(lease)
+
+    def _go_ahead(self, lease: Lease) -> None:
+        lease.following = None
+        self.join(lease, follow=False)
 
     def _retire(self, flight: Flight) -> None:
         """Nobody follows the flight from now on."""
         key = flight.keys.keys[flight.start]
-        found = self._flights.get(key)
-        if found is not None and flight in found:
-            found.remove(flight)
-            if not found:
+        found = self._flights.get(key, ())
+        if flight in found:
+            if len(found) == 1:
                 del self._flights[key]
+            else:
+                found.remove(flight)
 
 
 def _common(a: Sequence[bytes], b: Sequence[bytes], known: int) -> int:
