@@ -67,15 +67,25 @@ class SizedStore:
         """The sizes of a model's cache; a middle block stands for all."""
         return cls(Geometry.of(spec), spec.block_bytes(), spec.checkpoint_bytes(), **options)
 
-    def lookup(self, keys: Keys, length: int | None = None) -> Lease:
-        """Pins what a prompt of `length` tokens (None: that of the keys) can resume."""
+    def lookup(self, keys: Keys, length: int | None = None, *, wait: float = 0.0) -> Lease:
+        """Pins what a prompt of `length` tokens (None: that of the keys) can resume.
+
+        wait: as for PrefixStore.
+        """
         observer = self.observer
         started = observer.clock()
         length = keys.length if length is None else length
         lease = self.catalog.open(keys, length, self._planner)
+        if wait > 0 and lease.following is not None:
+            self.wait(lease, wait)
         observer.looked_up(lease.plan, length, started)
         observer.hit(lease.plan)
         return lease
+
+    def wait(self, lease: Lease, timeout: float) -> bool:
+        """As for PrefixStore; nothing is counted."""
+        renew = functools.partial(self.catalog.reopen, lease, self._planner, follow=True)
+        return self.catalog.flights.wait(lease, timeout, renew)
 
     def publish(self, keys: Keys, blocks: int, points: Sequence[int] = ()) -> str:
         """Stores the first `blocks` blocks and the checkpoints at `points` (ascending, tokens).
