@@ -143,6 +143,8 @@ class Fetcher:
         if failed is not None:
             reasons = (*reasons, Reason(*failed, before, after, "found while restoring"))
         new = tuple(x for x in lease.reasons if x not in reasons)
+        # Others may have published meanwhile: then the plan is a longer one.
+        candidate = max(candidate, lease.candidate_length)
         shortened = dataclasses.replace(
             lease.plan, candidate_length=candidate, reasons=reasons + new
         )

@@ -180,13 +180,15 @@ def opened(directory=None, files=None, host_bytes=PLENTY, disk_bytes=PLENTY, **o
 
 def healthy(store: PrefixStore) -> None:
     """Both ledgers, whatever is damaged meanwhile."""
-    assert store.catalog.problems() == []
+    problems = store.catalog.problems()
+    assert not problems, problems
     metrics = stores.plain_metrics(store)
     used = sum(n for x, n in metrics.items() if x.startswith("host_used_bytes"))
     assert metrics["host_free_bytes"] + used == metrics["host_capacity_bytes"]
     assert metrics["host_free_bytes"] >= 0
     if store.disk is not None and not store.disk.failure:
-        assert store.disk.problems() == []
+        problems = store.disk.problems()
+        assert not problems, problems
         assert store.disk.ledger().exact
         assert objects.usage(store.disk.directory) <= store.disk.capacity
 
