@@ -237,8 +237,11 @@ class Backing:
         self._own_room(account, HISTORY, 0)
 
     def _evict(self, victim: Group) -> None:
-        self._counters.add("disk_evicted_groups_total", kind=victim.kind)
-        self._counters.add("disk_evicted_bytes_total", victim.nbytes, kind=victim.kind)
+        above = victim.node.checkpoint if victim.kind == HISTORY else None
+        for group in (victim, above):  # a checkpoint goes with the history under it
+            if group is not None and group.disk is not None:
+                self._counters.add("disk_evicted_groups_total", kind=group.kind)
+                self._counters.add("disk_evicted_bytes_total", group.nbytes, kind=group.kind)
         self._forget(victim, True)
 
     def _victim(self, kind: str) -> Group | None:

@@ -21,6 +21,7 @@ from hetero_kv.prefix.quotas import Account, Accounts, ByTenant, Quotas, next_vi
 
 QUOTA, NO_ROOM = "quota", "no_room"  # why a group is refused
 QUOTA_GROUPS = "quota_groups"  # no tier may take it
+Evicted = list[tuple[Group, str]]  # "evicted", or "demoted": it is still on disk
 
 
 class Room:
@@ -95,7 +96,7 @@ class Room:
 
         each: bytes of one group, where room is made for several (0: for one).
         """
-        evicted: list[tuple[Group, str]] = []
+        evicted: Evicted = []
         try:
             return nbytes <= self.tier.capacity and self._evict_for(
                 kind, nbytes, each or nbytes, evicted
@@ -104,19 +105,17 @@ class Room:
             if evicted:
                 self._count_evicted(evicted)
 
-    def _evict_for(
-        self, kind: str, nbytes: int, each: int, evicted: list[tuple[Group, str]]
-    ) -> bool:
+    def _evict_for(self, kind: str, nbytes: int, each: int, evicted: Evicted) -> bool:
         while self.tier.free < nbytes:
             # The next group beside those that the room made so far is for.
             after = self.used[kind] + (self.tier.free // each + 1) * each
             victim = next_victim(kind, after, self.used, self._share, self._victim)
             if victim is None:
                 return False
-            evicted.append((victim, self._evict(victim)))
+            self._evict(victim, evicted)
         return True
 
-    def _count_evicted(self, evicted: list[tuple[Group, str]]) -> None:
+    def _count_evicted(self, evicted: Evicted) -> None:
         sorts: dict[tuple[str, str], list[Group]] = {}
         for group, how in evicted:
             sorts.setdefault((group.kind, how), []).append(group)
@@ -138,13 +137,13 @@ class Room:
             return True
         return self.disk is not None and self.disk.holds(group)
 
-    def _evict(self, group: Group) -> str:
-        """Makes its bytes in host memory free; says whether it is still on disk."""
+    def _evict(self, group: Group, evicted: Evicted) -> None:
+        """Makes its bytes in host memory free; it may still be on disk."""
         if self.disk is not None and self.disk.holds(group):
             self._leave_host(group)
-            return "demoted"
-        self._evict_wholly(group)
-        return "evicted"
+            evicted.append((group, "demoted"))
+        else:
+            self._evict_wholly(group, evicted)
 
     # -- quotas ------------------------------------------------------------------------------
 
@@ -164,19 +163,20 @@ class Room:
 
     def _below_cap(self, kind: str, account: Account, more: int = 0) -> bool:
         """Evicts a tenant's own until it may have `more` groups of a kind; False: it cannot."""
-        limit, evicted = account.quota.groups(kind), []
+        evicted: Evicted = []
+        limit = account.quota.groups(kind)
         while limit is not None and account.groups[kind] + more > limit:
             victim = self._own_leaf(kind, account) if more <= limit else None
             if victim is None:
                 break
-            self._evict_wholly(victim)
-            evicted.append((victim, "evicted"))
+            self._evict_wholly(victim, evicted)
         self._count_own(evicted)
         return limit is None or account.groups[kind] + more <= limit
 
     def _within_quota(self, kind: str, account: Account, nbytes: int) -> bool:
         """Evicts a tenant's own until `nbytes` more may be in host memory; False: they cannot."""
-        limit, evicted = account.quota.host_bytes, []
+        evicted: Evicted = []
+        limit = account.quota.host_bytes
         if limit is None:
             return True
         share = shares(self.policy.checkpoint_share, limit)
@@ -189,11 +189,11 @@ class Room:
             victim = next_victim(kind, after, account.host, share, victim_of)
             if victim is None:
                 break
-            evicted.append((victim, self._evict(victim)))
+            self._evict(victim, evicted)
         self._count_own(evicted)
         return sum(account.host.values()) + nbytes <= limit
 
-    def _count_own(self, evicted: list[tuple[Group, str]]) -> None:
+    def _count_own(self, evicted: Evicted) -> None:
         if evicted:
             self._counters.add("quota_evicted_groups_total", len(evicted), tier=HOST)
             self._count_evicted(evicted)
@@ -206,13 +206,17 @@ class Room:
         found = (x.victim_of(account, _is_free_leaf) for x in orders)
         return next((x for x in found if x is not None), None)
 
-    def _evict_wholly(self, group: Group) -> None:
-        """From every tier."""
+    def _evict_wholly(self, group: Group, evicted: Evicted) -> None:
+        """From every tier, with the checkpoint on it."""
+        node = group.node
+        evicted.append((group, "evicted"))
         if group.kind == CHECKPOINT:
             self._remove(group, evicted=True)
-            self._drop_bare(group.node)
-        else:
-            self._remove_node(group.node, evicted=True)
+            self._drop_bare(node)
+            return
+        if node.checkpoint is not None:
+            evicted.append((node.checkpoint, "evicted"))
+        self._remove_node(node, evicted=True)
 
     def enforce(self) -> None:
         """Keeps to quotas that are smaller than what was found at the start."""
