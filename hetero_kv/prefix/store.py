@@ -17,12 +17,12 @@ from hetero_kv.prefix.disk.tier import DiskTier
 from hetero_kv.prefix.explain import Explanation, component_rows
 from hetero_kv.prefix.host import HostTier
 from hetero_kv.prefix.identity import Identity
-from hetero_kv.prefix.index import CHECKPOINT, HISTORY
+from hetero_kv.prefix.index import CHECKPOINT, HISTORY, Group, Node
 from hetero_kv.prefix.keys import Digest, Keys, read_root, sha256
 from hetero_kv.prefix.lease import Lease
 from hetero_kv.prefix.observe import Clock, Observer
 from hetero_kv.prefix.payload import ArrayPayload, GroupLayout, label
-from hetero_kv.prefix.plan import DISK, Geometry, Plan, Planner, Reason, plan
+from hetero_kv.prefix.plan import DISK, HOST, Geometry, Plan, Planner, Reason, plan
 from hetero_kv.prefix.policy import Policy
 from hetero_kv.prefix.quotas import Quotas
 from hetero_kv.prefix.report import Published
@@ -205,7 +205,8 @@ class PrefixStore(Upkeep):
             self.counters.add("approximate_restores_total")
         self._count_bytes("restored_bytes_total", history, checkpoint)
         from_disk = sum(x.tier == DISK for x in history) * self.spec.block
-        self._observer.restored(lease.plan, from_disk, started)
+        state = checkpoint.tier if checkpoint else HOST
+        self._observer.restored(lease.plan, from_disk, started, state)
         return cache
 
     def explain(self, tokens: np.ndarray, tenant: str = "", extra: Extra = None) -> Explanation:
@@ -295,10 +296,34 @@ class PrefixStore(Upkeep):
                     reason = self.catalog.add_checkpoint(path, sealed)
                     stored = not reason
                     self._count_published([sealed] if stored else [])
+            if self.costs is not None and self.disk is not None:
+                self._keep_warm(keys, path[:known], cache, row, stored and known == len(path))
         finally:
             self.catalog.let_go(path)
         reasons = (reason,) if reason else ()
         return Published(length, len(path), len(path) - known, stored, reasons)
+
+    def _keep_warm(
+        self, keys: Keys, path: list[Node], cache: Cache, row: int, at_point: bool
+    ) -> None:
+        """Puts into host memory what was computed again because the disk is slow.
+
+        Otherwise it would be computed by every request to come.
+        """
+        groups = [x.history for x in path]
+        cold = [i for i, x in enumerate(groups) if x is not None and not x.on_host]
+        warm: list[tuple[Group, ArrayPayload]] = []
+        if cold:
+            buffers = self.transfer.read_history(cache, row, cold[0], cold[-1] + 1)
+            for i in cold:
+                sealed = self._seal(HISTORY, keys, i, buffers[i - cold[0]])
+                warm.append((groups[i], sealed))
+        state = path[-1].checkpoint if path and at_point else None
+        if state is not None and not state.on_host:
+            buffer = self.transfer.read_checkpoint(cache, row)
+            warm.append((state, self._seal(CHECKPOINT, keys, len(path) - 1, buffer)))
+        if warm:
+            self.catalog.promote(warm)
 
     # -- inside --------------------------------------------------------------------------------
 
