@@ -119,7 +119,12 @@ class Catalog(Room):
                 self.index.prune(parent)
                 return "epoch"  # retired since the keys were made
             stored: list[int] = []  # bytes
-            reason = self._extend(keys, path, parent, payloads, stored)
+            try:
+                reason = self._extend(keys, path, parent, payloads, stored)
+            except BaseException:  # out of memory, say: no bare node may stay behind
+                for node in list((path[-1] if path else parent).children()):
+                    self.index.prune(node)
+                raise
             if stored:
                 self._count_stored(HISTORY, len(stored), sum(stored))
             return reason
@@ -216,11 +221,16 @@ class Catalog(Room):
             # Children first, so that a parent is never older than a child: the oldest group is
             # then a leaf.
             groups = [x.history for x in reversed(path) if x.history is not None]
+            order = self._eviction[HISTORY]
+            add, plain = order.add, self.policy.cost is None
             for group in groups:
                 group.pins -= 1
-                if not group.queued and group.on_host:
-                    self._queue(group)
-            order = self._eviction[HISTORY]
+                if not group.queued and group.slot >= 0:
+                    if plain:  # `_queue`, written out
+                        group.queued = True
+                        add(group, group.node.key, group.nbytes, group.node.depth, 1.0)
+                    else:
+                        self._queue(group)
             if self.disk is None:
                 order.refresh_all(groups)
             else:

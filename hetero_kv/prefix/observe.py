@@ -20,7 +20,7 @@ from hetero_kv.metrics import (
     Histogram,
 )
 from hetero_kv.prefix.index import KINDS, Group
-from hetero_kv.prefix.plan import DISK, HOST, NONE, Geometry, Plan
+from hetero_kv.prefix.plan import DISK, HOST, NONE, REPLAY, Geometry, Plan
 
 NAMESPACE = "hetero_kv_prefix_"
 Clock = Callable[[], float]  # seconds from any moment; never goes back
@@ -51,6 +51,7 @@ class Observer:
         self._replayed = counters.bind("replay_tokens_total")
         self._shortened: dict[tuple[str, str], Counter] = {}
         self._hits: dict[tuple[str, str], Counter] = {}
+        self._whole: dict[tuple[str, ...], list[Counter]] = {}  # by the routes of a plan
 
     def looked_up(self, plan: Plan, prompt_length: int, started: float) -> None:
         """A lookup that began at `started` by the clock is over."""
@@ -65,27 +66,45 @@ class Observer:
                 one.value += 1
             self.latency["lookup"].count(took)
 
-    def hit(self, plan: Plan, disk_tokens: int = 0) -> None:
-        """A plan was carried out. disk_tokens: of its history came so many from disk."""
+    def hit(self, plan: Plan, disk_tokens: int = 0, state: str = HOST) -> None:
+        """A plan was carried out.
+
+        disk_tokens: of its history came so many from disk. state: where its checkpoint came from.
+        """
         length = plan.resumable_length
         if not length:
             return
-        history = self._geometry.history
-        for component, route in plan.routes.items():
-            if component in history and disk_tokens:
-                self._hit(component, DISK).add(disk_tokens)
-                if length > disk_tokens:
-                    self._hit(component, HOST).add(length - disk_tokens)
-            elif route != NONE:
-                self._hit(component, route).add(length)
+        routes = tuple(plan.routes.values())
+        if disk_tokens or DISK in routes or state != HOST:
+            self._hit_apart(plan, disk_tokens, state)
+            return
+        counters = self._whole.get(routes)
+        if counters is None:
+            found = ((x, y) for x, y in plan.routes.items() if y != NONE)
+            counters = self._whole[routes] = [self._hit(x, y) for x, y in found]
+        with self._counters.lock:
+            for one in counters:
+                one.value += length
 
-    def restored(self, plan: Plan, disk_tokens: int, started: float) -> None:
-        """A restore that began at `started` is over."""
+    def _hit_apart(self, plan: Plan, disk_tokens: int, state: str) -> None:
+        length = plan.resumable_length
+        for component, route in plan.routes.items():
+            if route == NONE:
+                continue
+            if component not in self._geometry.history:
+                self._hit(component, route if route == REPLAY else state).add(length)
+                continue
+            for tier, tokens in ((DISK, disk_tokens), (HOST, length - disk_tokens)):
+                if tokens:
+                    self._hit(component, tier).add(tokens)
+
+    def restored(self, plan: Plan, disk_tokens: int, started: float, state: str = HOST) -> None:
+        """A restore that began at `started` is over; the rest as for `hit`."""
         start, stop = plan.replay or (0, 0)
         self._restores.add()
         self._restored.add(plan.resumable_length - (stop - start))
         self._replayed.add(stop - start)
-        self.hit(plan, disk_tokens)
+        self.hit(plan, disk_tokens, state)
         self.latency["restore"].observe(self.clock() - started)
 
     def published(self, started: float, reason: str = "") -> None:
