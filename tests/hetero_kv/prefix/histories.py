@@ -121,6 +121,7 @@ class Histories(RuleBasedStateMachine):
         self.store = world.opened(self.directory, self.files, host, disk, **self.options)
         assert not self.store.disk_failure
         self.before = collections.Counter()
+        self.files.failed.clear()
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -294,7 +295,6 @@ class Histories(RuleBasedStateMachine):
         if operation in self.files.failing:
             self._broken()
             self.hidden = True
-            self.seen[f"failing: {operation}"] += 1
 
     # -- upkeep --------------------------------------------------------------------------------
 
@@ -405,6 +405,8 @@ class Histories(RuleBasedStateMachine):
             for x, n in metrics.items()
             if x.startswith("restored_bytes_total") and 'tier="disk"' in x
         )
+        for operation, count in self.files.failed.items():
+            now[f"failed: {operation}"] = count
         self.seen.update(now - self.before)
         self.before = now
 

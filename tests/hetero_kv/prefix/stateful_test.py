@@ -14,7 +14,7 @@ ON_DISK = {
     **COMMON,
     **{"found again": 20, "acknowledged": 1, "demoted": 10, "promoted": 1, "disk bytes": 1000},
     **{"disk_evicted": 10, "dropped": 1, "healed": 1, "damage: disk": 1},
-    **{"failing: read": 1, "failing: write": 1},
+    **{"failed: read": 1, "failed: write": 1},
 }
 
 

@@ -32,6 +32,7 @@ IDENTITY = Identity(
     block=B,
     chunk=SPEC.chunk,
     batch=2,
+    tiles=(("csa entries", 4),),
     backend="cpu",
 )
 PLENTY = 1 << 20
@@ -149,15 +150,18 @@ def restored(store: PrefixStore, who: Who, tokens: np.ndarray, cache=None, row: 
 
 
 class Files(objects.FaultyFiles):
-    """Operations in `failing` fail while they are in it; `reads` counts reads of records."""
+    """Operations in `failing` fail while they are in it. `seen`, `failed`: how often, by name."""
 
     def __init__(self):
         self.failing: set[str] = set()
+        self.failed: dict[str, int] = {}
         self.seen: dict[str, int] = {}
         super().__init__(self._fails, errno.EIO)
 
     def _fails(self, operation: str, count: int) -> bool:
         self.seen[operation] = self.seen.get(operation, 0) + 1
+        if operation in self.failing:
+            self.failed[operation] = self.failed.get(operation, 0) + 1
         return operation in self.failing
 
 
@@ -165,8 +169,9 @@ def opened(directory=None, files=None, host_bytes=PLENTY, disk_bytes=PLENTY, **o
     """A store; with a directory, one with a disk that uses `files`, in this thread alone."""
     if directory is None:
         return PrefixStore(SPEC, IDENTITY, host_bytes=host_bytes, **options)
-    tier = functools.partial(DiskTier, files=files or Files(), background=False)
-    with mock.patch("hetero_kv.prefix.store.DiskTier", tier):
+    files = files or Files()
+    tier = functools.partial(DiskTier, files=files, background=False)
+    with mock.patch("hetero_kv.prefix.upkeep.DiskTier", tier):
         store = PrefixStore(
             SPEC,
             IDENTITY,
@@ -175,6 +180,7 @@ def opened(directory=None, files=None, host_bytes=PLENTY, disk_bytes=PLENTY, **o
             disk_bytes=disk_bytes,
             **options,
         )
+    assert store.disk is None or store.disk._writer.files is files
     return store
 
 
