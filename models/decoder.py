@@ -70,6 +70,15 @@ class Decoder:
         """Shapes and dtypes of `init`."""
         return self.stack.abstract_params()
 
+    def prepare(self, params: Params) -> Params:
+        """The weights as inference reads them fastest, for every method but training's.
+
+        Experts of layers that are not scanned (`scan_layers=False`) become arrays of their own;
+        everything else is shared with `params`. Results are those of `params` up to rounding, so
+        that a store's identity must be made of the weights in use.
+        """
+        return self.stack.prepare(params)
+
     # -- training ------------------------------------------------------------------------------
 
     def forward(

@@ -128,6 +128,12 @@ class Layer:
             tree |= {"attn_hc": self.hyper.params(), "mlp_hc": self.hyper.params()}
         return tree
 
+    def prepare(self, params: Params, axis: int) -> Params:
+        """See `Decoder.prepare`; `axis` is the first one of a weight as declared."""
+        if not isinstance(self.mlp, MoE):
+            return params
+        return {**params, "mlp": self.mlp.apart(params["mlp"], axis)}
+
     def _block(self, params: Params, name: str, x: jax.Array, run):
         """One residual block around `run(normed input) -> (y, extra)`."""
         norm = params[f"{name}_norm"]

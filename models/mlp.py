@@ -5,6 +5,7 @@ normalised weights, a shared expert; the first layers choose by token id.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,9 @@ from hetero_kv.params import Params, ParamSpec, ParamTree
 UNROLL = 8  # expert calls up to which single rows are unrolled
 DENSE = 16  # tokens up to which all experts run on all tokens: each weight is read just once
 TILE = 32  # tokens of one expert in a tile of the sorted form
+APART = (
+    32  # experts up to which `MoE.apart` makes arrays of their own: compile time grows with them
+)
 
 
 def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array, limit: float) -> jax.Array:
@@ -84,6 +88,20 @@ class MoE:
             tree["shared"] = Dense(d, self.n_shared * f, self.limit).params()
         return tree
 
+    def apart(self, params: Params, axis: int = 0) -> Params:
+        """The same weights, with every expert's in arrays of its own (tuples in place of an axis).
+
+        XLA on the CPU copies what it slices before it multiplies, so an expert that is chosen out
+        of one array is read, written and read again.
+        """
+        if self.experts > APART or isinstance(params["gate_up"], tuple):
+            return params
+        each = {
+            name: tuple(jnp.take(params[name], e, axis) for e in range(self.experts))
+            for name in ("gate_up", "down")
+        }
+        return {**params, **each}
+
     def route(self, params: Params, x: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Experts i32[n, k] and their weights f32[n, k] for x [n, d], tokens i32[n]."""
         logits = jnp.matmul(x, params["router"], preferred_element_type=jnp.float32)
@@ -115,17 +133,27 @@ class MoE:
             y = y + swiglu(flat, shared["gate_up"], shared["down"], self.limit)
         return y.reshape(x.shape)
 
-    def _expert(self, params: Params, x: jax.Array, expert: jax.Array) -> jax.Array:
-        gate_up = jax.lax.dynamic_index_in_dim(params["gate_up"], expert, 0, keepdims=False)
-        down = jax.lax.dynamic_index_in_dim(params["down"], expert, 0, keepdims=False)
+    def _expert(self, params: Params, x: jax.Array, expert: int | jax.Array) -> jax.Array:
+        gate_up, down = params["gate_up"], params["down"]
+        if isinstance(gate_up, tuple) and not isinstance(expert, int):
+            each = [functools.partial(self._expert, params, expert=e) for e in range(self.experts)]
+            return jax.lax.switch(expert, each, x)
+        if not isinstance(gate_up, tuple):
+            gate_up = jax.lax.dynamic_index_in_dim(gate_up, expert, 0, keepdims=False)
+            down = jax.lax.dynamic_index_in_dim(down, expert, 0, keepdims=False)
+        else:
+            gate_up, down = gate_up[expert], down[expert]
         return swiglu(x, gate_up, down, self.limit).astype(jnp.float32)
 
     def _all(self, params: Params, x: jax.Array, index: jax.Array, weights: jax.Array) -> jax.Array:
         """Every expert on every token."""
         experts = jnp.arange(self.experts)
         share = jnp.sum(jnp.where(index[..., None] == experts, weights[..., None], 0.0), axis=1)
-        each = jnp.broadcast_to(x, (self.experts, *x.shape))
-        y = swiglu(each, params["gate_up"], params["down"], self.limit).astype(jnp.float32)
+        if isinstance(params["gate_up"], tuple):
+            y = [self._expert(params, x, e) for e in range(self.experts)]
+        else:
+            each = jnp.broadcast_to(x, (self.experts, *x.shape))
+            y = swiglu(each, params["gate_up"], params["down"], self.limit).astype(jnp.float32)
         total = share[:, 0, None] * y[0]
         for e in range(1, self.experts):
             total = total + share[:, e, None] * y[e]
@@ -170,13 +198,18 @@ class MoE:
         rows = x[source]
         owner = jnp.searchsorted(ends, jnp.arange(most), side="right")
 
-        def body(t: jax.Array, y: jax.Array) -> jax.Array:
+        def body(t: jax.Array, y: jax.Array, expert: int | None = None) -> jax.Array:
             part = jax.lax.dynamic_slice_in_dim(rows, t * TILE, TILE, axis=0)
-            done = self._expert(params, part, owner[t])
+            done = self._expert(params, part, owner[t] if expert is None else expert)
             return jax.lax.dynamic_update_slice_in_dim(y, done, t * TILE, axis=0)
 
         y = jnp.zeros((most * TILE, x.shape[1]), jnp.float32)
-        y = jax.lax.fori_loop(0, ends[-1], body, y)
+        if isinstance(params["gate_up"], tuple):
+            for e in range(self.experts):
+                mine = functools.partial(body, expert=e)
+                y = jax.lax.fori_loop(ends[e] - tiles_each[e], ends[e], mine, y)
+        else:
+            y = jax.lax.fori_loop(0, ends[-1], body, y)
         picked = y[place.reshape(n, k)]
         total = weights[:, 0, None] * picked[:, 0]
         for j in range(1, k):

@@ -83,6 +83,18 @@ class Stack:
         }
         return params
 
+    def prepare(self, params: Params) -> Params:
+        """See `Decoder.prepare`."""
+        segments = dict(params["segments"])
+        for s, group in enumerate(self.groups):
+            if group.repeats == 1:  # a scan needs its weights in one array
+                weights = segments[str(s)]
+                segments[str(s)] = {
+                    str(i): layer.prepare(weights[str(i)], 1)
+                    for i, layer in enumerate(group.layers)
+                }
+        return {**params, "segments": segments}
+
     def cache_segments(self) -> tuple[Segment, ...]:
         """The cached leaves of every group."""
         return tuple(

@@ -39,7 +39,7 @@ class Ours:
     """This project's decoder. The cache is donated to every call."""
 
     def __init__(self, model: models.Decoder, params: Params):
-        self.model, self.params = model, params
+        self.model, self.params = model, model.prepare(params)
         self._cache: Cache | None = None
         self._saved: Cache | None = None
 

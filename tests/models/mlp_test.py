@@ -53,6 +53,24 @@ def three_forms(made: MoE, params: Params, x: jax.Array, index: jax.Array, weigh
     return [form(params, x, index, weights) for form in (made._all, made._each, made._sorted)]
 
 
+@pytest.mark.parametrize("n, experts, picks", [(1, 4, 2), (5, 4, 2), (70, 3, 2), (3, 20, 2)])
+def test_experts_apart_are_the_same_experts(n: int, experts: int, picks: int) -> None:
+    made, params = build(experts, picks)
+    x, tokens = (jnp.asarray(a) for a in draw(n))
+    index, weights = route(made, params, x, tokens)
+    apart = made.apart(params)
+    assert len(apart["gate_up"]) == experts and apart["gate_up"][0].shape == (D, 2 * F)
+    want = three_forms(made, params, x, index, weights)
+    for found, expected in zip(three_forms(made, apart, x, index, weights), want, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_many_experts_stay_in_one_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, params = build(4, 2)
+    monkeypatch.setattr(mlp, "APART", 3)
+    assert made.apart(params) is params
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def route(made: MoE, params: Params, x: jax.Array, tokens: jax.Array):
     return made.route(params, x, tokens)
