@@ -15,29 +15,11 @@ from collections.abc import Callable, Sequence
 
 from hetero_kv.metrics import Counters
 from hetero_kv.prefix.index import Node
-from hetero_kv.prefix.keys import Keys
-from hetero_kv.prefix.lease import Lease
+from hetero_kv.prefix.lease import Flight, Lease
 from hetero_kv.prefix.plan import Geometry
 
 PATIENCE = 3  # flights that brought nothing before a request follows no more
 SETTLE_SECONDS = 0.2  # how often whoever waits looks for leases that are garbage
-
-
-class Flight:
-    """What one open lease is computing of a prefix.
-
-    start: its first block. goals: ascending lengths that others can resume once they are published.
-    """
-
-    open = True
-    progress = 0  # publishes of it
-    reached = 0  # tokens published of it
-    changed: threading.Condition | None = None  # made by the first that waits
-
-    def __init__(self, keys: Keys, start: int, goals: Sequence[int]):
-        self.keys = keys
-        self.start = start
-        self.goals = goals
 
 
 class Flights:

@@ -1,14 +1,29 @@
 """Leases: what a lookup promised, pinned until released."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Self
+import threading
+from collections.abc import Callable, Sequence
+from typing import Self
 
 from hetero_kv.prefix.index import Group
 from hetero_kv.prefix.keys import Keys, read_root
 from hetero_kv.prefix.plan import Plan, Reason
 
-if TYPE_CHECKING:
-    from hetero_kv.prefix.flight import Flight
+
+class Flight:
+    """What one open lease is computing of a prefix, for single flight; see flight.py.
+
+    start: its first block. goals: ascending lengths that others can resume once they are published.
+    """
+
+    open = True
+    progress = 0  # publishes of it
+    reached = 0  # tokens published of it
+    changed: threading.Condition | None = None  # made by the first that waits
+
+    def __init__(self, keys: Keys, start: int, goals: Sequence[int]):
+        self.keys = keys
+        self.start = start
+        self.goals = goals
 
 
 class Lease:
@@ -20,8 +35,8 @@ class Lease:
     """
 
     # For single flight: see flight.py.
-    flight: "Flight | None" = None  # the one that this lease leads
-    following: "Flight | None" = None
+    flight: Flight | None = None  # the one that this lease leads
+    following: Flight | None = None
     goal = 0  # tokens that the flight followed is going to publish of this prompt
     seen = 0  # its progress when the plan was made
     fruitless = 0  # flights that were followed and brought nothing

@@ -35,7 +35,7 @@ def test_a_b_a_in_one_slot_of_a_small_store(policy):
     block = transfer.history_layout(1).nbytes
     checkpoint = transfer.checkpoint_layout.nbytes
     # Room for two of the three prompts.
-    room = 22 * block + (8 if policy == "full" else 3) * checkpoint
+    room = 22 * block + {"full": 8, "periodic:2": 6}.get(policy, 3) * checkpoint
     store = PrefixStore(b.spec, b.identity, host_bytes=room, policy=policy)
     cache, resumed = b.used(seed=5, n=40), []
     for seed, n in [(1, 89), (2, 75), (1, 89), (3, 100), (1, 89), (1, 50), (2, 75), (1, 89)]:
