@@ -1,4 +1,7 @@
-"""Faults that other systems have had, put to the store; the table of all of them is at the end."""
+"""Faults that other systems have had, put to the store: windows, other state, boundaries, silence.
+
+The table of all kinds of faults is in fault_table_test.py.
+"""
 
 import random
 
@@ -113,16 +116,15 @@ def test_a3_a5_windows_of_several_widths_resume_jointly(widths):
 
 @pytest.mark.parametrize("kind", [HISTORY, CHECKPOINT])
 def test_b1_any_component_that_falls_short_shortens_all(kind):
-    layout = world.opened()._layout_of(kind, 6)
+    depth, left = (6, 16) if kind == HISTORY else (8, 24)
+    layout = world.opened()._layout_of(kind, depth)
     for name, start, stop in layout.components:
         store = world.opened()
         world.published(store, A, STEM)
-        assert world.flip(store, stores.stored(store, kind, 6), (start + stop) // 2)
+        assert world.flip(store, stores.stored(store, kind, depth), (start + stop) // 2)
         _, length, lease = world.restored(store, A, STEM)
-        # Block 5 ends at 24; the checkpoint at 24 is lost with it, the one at 32 is not used.
-        assert length == (16 if kind == HISTORY else 32)
-        if kind == HISTORY:
-            assert name in {x.component for x in lease.reasons}
+        assert length == left
+        assert name in {x.component for x in lease.reasons}
         assert set(lease.routes.values()) == {"host"}
 
 
@@ -281,6 +283,24 @@ def test_c15_the_same_prompt_five_times():
         assert used == [used[0]] * 5
 
 
+def test_d1_prefixes_whose_digests_all_agree_are_told_apart_by_their_tokens():
+    def digest(message):  # the depth, and nothing else
+        return b"\0" if message.startswith(b"l") else bytes([message[0] + 1])
+
+    store = world.opened(digest=digest)
+    world.published(store, A, STEM)
+    assert world.restored(store, A, STEM)[1] == 32
+    for who in WHO:
+        for tokens in PROMPTS[2:]:
+            shared = int(np.argmin(np.append(tokens == STEM[: len(tokens)], False)))
+            expected = min(shared, len(tokens) - 1) // G * G if who == A else 0
+            assert world.restored(store, who, tokens)[1] == expected
+            told = store.publish(tokens, world.cold(who, tokens, len(tokens)), **who.arguments)
+            blocks = len(tokens) // G * G // B
+            assert told.blocks == min(shared // B, blocks) if who == A else not told.blocks
+    world.healthy(store)
+
+
 # -- M: order of eviction, silent losses -------------------------------------------------------
 
 
@@ -318,7 +338,7 @@ def test_m10_counters_equal_what_was_done():
         cache, length, _ = world.restored(store, who, tokens, cache, 0)
         truth["asked"] += len(tokens)
         truth["restored"] += length
-        for end in range(G, len(tokens) + 1, G):
+        for end in range(2 * G if draw.random() < 0.5 else G, len(tokens) + 1, 2 * G):
             told = store.publish(tokens, world.cold(who, tokens, end), **who.arguments)
             truth["new"] += told.new_blocks
     seen = world.totals(store)
