@@ -209,6 +209,7 @@ def test_restore_donates_in_place_and_compiles_once_per_bucket():
     assert fresh._inspect._cache_size() == 1
     shapes = state.abstract(SPEC, 2, CAPACITY)
     history = fresh.stage_history([], CAPACITY)
-    compiled = fresh.write.lower(shapes, np.int32(0), np.int32(0), history, {}).compile()
+    numbers = [np.int32(0)] * 3
+    compiled = fresh.write.lower(shapes, *numbers, history, {}).compile()
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
     assert compiled.memory_analysis().alias_size_in_bytes >= size
