@@ -138,7 +138,7 @@ class Catalog(Room):
         stored: list[int],
     ) -> str:
         # The hot loop of publishing: `_store` is written out in it.
-        extend, put, tier, disk = self.index.extend, self.tier.put, self.tier, self.disk
+        extend, put, tier, disk = self.index.extend, self.tier.place, self.tier, self.disk
         depth, limited, now = len(path), self.accounts is not None, self._lives.clock()
         following = zip(keys.keys[depth:], keys.contents[depth:], payloads, strict=False)
         for key, content, payload in following:
@@ -223,6 +223,7 @@ class Catalog(Room):
             groups = [x.history for x in reversed(path) if x.history is not None]
             order = self._eviction[HISTORY]
             add, plain = order.add, self.policy.cost is None
+            known = []  # what is added now is recent enough
             for group in groups:
                 group.pins -= 1
                 if not group.queued and group.slot >= 0:
@@ -231,10 +232,12 @@ class Catalog(Room):
                         add(group, group.node.key, group.nbytes, group.node.depth, 1.0)
                     else:
                         self._queue(group)
+                else:
+                    known.append(group)
             if self.disk is None:
-                order.refresh_all(groups)
+                order.refresh_all(known)
             else:
-                order.refresh_all([x for x in groups if x.queued])
+                order.refresh_all([x for x in known if x.queued])
                 self.disk.refresh(groups)
             if order.parked or self.disk is not None:
                 self._offer(groups)

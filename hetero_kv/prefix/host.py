@@ -19,9 +19,6 @@ class Ticket(NamedTuple):
     generation: int
 
 
-_ticket = tuple.__new__  # half the time of calling Ticket
-
-
 @dataclasses.dataclass(frozen=True)
 class Fetched:
     """What a read delivered: a payload of its own, or a failure (STALE or CORRUPT, and where)."""
@@ -46,6 +43,11 @@ class HostTier:
 
     def put(self, payload: Payload) -> Ticket | None:
         """Takes over a payload that the caller will not touch again; None if it does not fit."""
+        placed = self.place(payload)
+        return None if placed is None else Ticket(*placed)
+
+    def place(self, payload: Payload) -> tuple[int, int] | None:
+        """`put`, for many at a time: slot and generation as plain numbers."""
         nbytes = payload.nbytes
         if nbytes > self.free:
             return None
@@ -53,10 +55,10 @@ class HostTier:
         if self._vacant:
             slot = self._vacant.pop()
             self._payloads[slot] = payload
-            return _ticket(Ticket, (slot, self._generations[slot]))
+            return slot, self._generations[slot]
         self._payloads.append(payload)
         self._generations.append(0)
-        return _ticket(Ticket, (len(self._payloads) - 1, 0))
+        return len(self._payloads) - 1, 0
 
     def read(self, ticket: Ticket, label: bytes) -> Fetched:
         """Copies an object out, then checks that the copy is the group that `label` names."""

@@ -142,20 +142,19 @@ class Lives:
             self._lifetime[kind] = counters.histogram("lifetime_seconds", AGE_BOUNDS, kind=kind)
             self._gap[kind] = counters.histogram("reuse_gap_seconds", AGE_BOUNDS, kind=kind)
 
-    def pin(self, kind: str, groups: Iterable[Group]) -> None:
+    def pin(self, kind: str, groups: list[Group]) -> None:
         """Groups of a kind are used, and pinned (one loop does both)."""
-        now, last, run = self.clock(), 0.0, 0
+        now, last, begin = self.clock(), None, 0
         for group in groups:
             group.pins += 1
-            used = group.used
-            if used != last:  # what was used together will be used together
-                if run:
-                    self._gap[kind].observe(now - last, run)
-                last, run = used, 0
-            run += 1
+            if group.used is not last:  # what was used together has one and the same time
+                at = groups.index(group, begin)
+                if at > begin:
+                    self._gap[kind].observe(now - last, at - begin)
+                last, begin = group.used, at
             group.used = now
-        if run:
-            self._gap[kind].observe(now - last, run)
+        if groups:
+            self._gap[kind].observe(now - last, len(groups) - begin)
 
     def ended(self, kind: str, groups: Iterable[Group]) -> None:
         """Groups of a kind were evicted."""

@@ -265,7 +265,7 @@ def test_every_order_is_leaf_first_and_keeps_the_ledger(name, cost):
         lease.release()
     for kind in ("history", "checkpoint"):  # nothing waits for ever
         while (victim := cat._victim(kind)) is not None:
-            cat._evict(victim)
+            cat._evict(victim, [])
         assert cat.used[kind] == 0, kind
     assert cat.tier.free == 60 and not len(cat.index)
 
