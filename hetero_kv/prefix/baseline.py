@@ -4,6 +4,8 @@ It is right for full-attention models and wrong for hybrids, which is what the a
 Never use it to serve anything.
 """
 
+import dataclasses
+
 import numpy as np
 
 from hetero_kv.contract import CacheSpec
@@ -49,6 +51,8 @@ class HashOnlyStore(PrefixStore):
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {KINDS}, got {kind!r}")
         self.kind = kind
+        # What it computes after a hit is wrong, so no other store may find it, on disk or anywhere.
+        identity = dataclasses.replace(identity, config=f"{identity.config} hash_only {kind}")
         super().__init__(spec, identity, host_bytes=host_bytes, policy=policy, **options)
         history = self.geometry.history
         if components is None:

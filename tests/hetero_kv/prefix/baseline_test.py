@@ -6,7 +6,7 @@ import pytest
 
 from hetero_kv import validate
 from hetero_kv.contract import History
-from hetero_kv.prefix.baseline import HashOnlyStore
+from hetero_kv.prefix.baseline import KINDS, HashOnlyStore
 from hetero_kv.prefix.index import HISTORY
 from hetero_kv.prefix.policy import Never
 from tests.hetero_kv import synthetic
@@ -96,3 +96,8 @@ def test_hash_only_needs_no_checkpoints():
     assert {x.leaf.component for x in SPEC.slots() if isinstance(x.leaf.contract, History)} - set(
         store.components
     ) == {"csa index keys"}
+
+
+def test_no_other_store_finds_what_it_publishes():
+    found = {HashOnlyStore(SPEC, identity(), host_bytes=PLENTY, kind=x).identity for x in KINDS}
+    assert len({identity().digest, *(x.digest for x in found)}) == 3
