@@ -21,7 +21,7 @@ from hetero_kv.prefix.quotas import Account, Accounts, ByTenant, Quotas, next_vi
 
 QUOTA, NO_ROOM = "quota", "no_room"  # why a group is refused
 QUOTA_GROUPS = "quota_groups"  # no tier may take it
-Evicted = list[tuple[Group, str]]  # "evicted", or "demoted": it is still on disk
+Evicted = list[Group]  # those that still are on disk were demoted
 
 
 class Room:
@@ -116,15 +116,17 @@ class Room:
         return True
 
     def _count_evicted(self, evicted: Evicted) -> None:
-        sorts: dict[tuple[str, str], list[Group]] = {}
-        for group, how in evicted:
-            sorts.setdefault((group.kind, how), []).append(group)
-        for (kind, how), groups in sorts.items():
-            count, size = self._moved[kind, how]
-            count.add(len(groups))
-            size.add(sum([x.nbytes for x in groups]))
-            if how == "evicted":
-                self._lives.ended(kind, groups)
+        for kind in KINDS:
+            some = [x for x in evicted if x.kind == kind]
+            gone = some if self.disk is None else [x for x in some if x.disk is None]
+            left = [] if self.disk is None else [x for x in some if x.disk is not None]
+            for how, groups in (("evicted", gone), ("demoted", left)):
+                if groups:
+                    count, size = self._moved[kind, how]
+                    count.add(len(groups))
+                    size.add(sum([x.nbytes for x in groups]))
+            if gone:
+                self._lives.ended(kind, gone)
 
     def _victim(self, kind: str) -> Group | None:
         return self._eviction[kind].victim(self._evictable)
@@ -141,7 +143,7 @@ class Room:
         """Makes its bytes in host memory free; it may still be on disk."""
         if self.disk is not None and self.disk.holds(group):
             self._leave_host(group)
-            evicted.append((group, "demoted"))
+            evicted.append(group)
         else:
             self._evict_wholly(group, evicted)
 
@@ -209,13 +211,13 @@ class Room:
     def _evict_wholly(self, group: Group, evicted: Evicted) -> None:
         """From every tier, with the checkpoint on it."""
         node = group.node
-        evicted.append((group, "evicted"))
+        evicted.append(group)
         if group.kind == CHECKPOINT:
             self._remove(group, evicted=True)
             self._drop_bare(node)
             return
         if node.checkpoint is not None:
-            evicted.append((node.checkpoint, "evicted"))
+            evicted.append(node.checkpoint)
         self._remove_node(node, evicted=True)
 
     def enforce(self) -> None:
