@@ -127,7 +127,7 @@ class _Tier:
 
     def get(self) -> float:
         for path in self._directory.glob("*.seg"):
-            _let_go(path)
+            let_go(path)
         tickets = [x.ticket for x in self._tier.stored()]
         began = time.perf_counter()
         for i, ticket in enumerate(tickets):
@@ -163,7 +163,7 @@ class _Log:
         return taken
 
     def get(self) -> float:
-        _let_go(self._path)
+        let_go(self._path)
         fd = os.open(self._path, os.O_RDONLY)
         offset = 0
         began = time.perf_counter()
@@ -175,7 +175,7 @@ class _Log:
         return taken
 
 
-def _let_go(path: pathlib.Path) -> None:
+def let_go(path: pathlib.Path) -> None:
     """Asks the operating system to forget what it holds of a file."""
     fd = os.open(path, os.O_RDONLY)
     try:

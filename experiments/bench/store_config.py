@@ -2,8 +2,10 @@
 
 import dataclasses
 
+from experiments.bench import bench_config
 from experiments.bench.control_plane import ControlPlaneConfig
 from experiments.bench.disk_bench import DiskConfig
+from experiments.bench.restore_bench import RestoreConfig
 
 MIB = 1 << 20
 
@@ -12,9 +14,10 @@ MIB = 1 << 20
 class StoreBenchConfig:
     """One run. Each part's configuration is the field of its name."""
 
-    parts: tuple[str, ...] = ("control_plane", "disk_bench")
+    parts: tuple[str, ...] = ("control_plane", "disk_bench", "restore_bench")
     control_plane: ControlPlaneConfig = dataclasses.field(default_factory=ControlPlaneConfig)
     disk_bench: DiskConfig = dataclasses.field(default_factory=DiskConfig)
+    restore_bench: RestoreConfig = dataclasses.field(default_factory=RestoreConfig)
     workdir: str = "runs/bench_store"
     quick: bool = False  # a smoke run, in `workdir`/quick
 
@@ -41,7 +44,22 @@ class StoreBenchConfig:
             repeats=1,
             seconds=1.0,
         )
-        workdir = f"{self.workdir}/quick"
+        tiny = bench_config.small().model.replace(chunk=64, scan_layers=True)
+        restore = dataclasses.replace(
+            self.restore_bench,
+            small=tiny,
+            sizes=("small",),
+            length=256,
+            block=64,
+            prefixes=2,
+            repeats=1,
+            seconds=1.0,
+        )
         return dataclasses.replace(
-            self, control_plane=small, disk_bench=disk, workdir=workdir, quick=False
+            self,
+            control_plane=small,
+            disk_bench=disk,
+            restore_bench=restore,
+            workdir=f"{self.workdir}/quick",
+            quick=False,
         )

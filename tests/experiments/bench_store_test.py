@@ -31,6 +31,14 @@ class BenchStoreTest(parameterized.TestCase):
         report = pathlib.Path(config.workdir) / "quick" / "report.md"
         self.assertIn("## Control plane", report.read_text())
 
+    def test_restoring_beside_prefilling(self):
+        config = self.config(parts=("restore_bench",))
+        (row,) = bench_store.run(config)["parts"]["restore_bench"]
+        self.assertEqual(row["tokens"], 256)
+        # Four blocks and a checkpoint: all of it was read from disk, or the arm would raise.
+        self.assertGreater(row["restored_bytes"], 20_000)
+        self.assertGreater(row["prefill_over_restore"], 0)
+
     def test_the_disk_tier(self):
         config = self.config(parts=("disk_bench",))
         rows = bench_store.run(config)["parts"]["disk_bench"]
