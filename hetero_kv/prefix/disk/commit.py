@@ -1,4 +1,9 @@
-"""Group commit: segments first, then the index."""
+"""Group commit: segments first, then, now and then, the index.
+
+The index may be behind the segments: a start reads a header per object that it does not know. So
+it is committed once every `index_rows` objects, which bounds that scan, and where it would be wrong
+rather than behind: it says that its writer ended in order, or names a segment that is gone.
+"""
 
 import threading
 from collections.abc import Callable
@@ -22,7 +27,9 @@ class Committer:
         lock: threading.RLock,
         counters: Counters,
         lose: Callable[[Entry, str], None],
+        index_rows: int,
     ):
+        self._index_rows = index_rows
         self.last_generation = 0
         self.extents: dict[int, Extent] = {}  # what the index says of each segment
         self.index_reason = ""  # why the index has to be written anew, "" if it has not
@@ -63,8 +70,15 @@ class Committer:
                 writer.directory_dirty = False
             except OSError as error:
                 failures.append(error_name(error))
-        self._commit_index(clean and not failures)
+        if clean or self._must_commit_index():
+            self._commit_index(clean and not failures)
         return failures[0] if failures else ""
+
+    def _must_commit_index(self) -> bool:
+        behind = len(self._writer.added) + len(self.removed)
+        return bool(
+            self.clean or self.index_reason or self._writer.gone or behind >= self._index_rows
+        )
 
     def _kill_again(self) -> list[str]:
         with self._lock:

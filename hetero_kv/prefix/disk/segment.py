@@ -16,6 +16,7 @@ from hetero_kv.prefix.disk.record import ALIGN, DEAD, LIVE, SEGMENT_HEADER, Head
 from hetero_kv.prefix.host import CORRUPT, STALE
 
 UNREADABLE = "unreadable"  # the operating system refused
+START_BYTES = 2 << 20  # appended, after which the system is told to begin writing
 SUFFIX = ".seg"
 _WINDOW = 1 << 20  # bytes read at once where a scan looks for the next record
 _PEEK = 1024  # bytes that hold most headers
@@ -58,6 +59,7 @@ class Segment:
         self.path = path
         self.head = head
         self.end = SEGMENT_HEADER
+        self._started = 0  # up to here the system was told to begin writing
         self._files = files
         self._fd = fd
         self._users = 1
@@ -140,6 +142,9 @@ class Segment:
             self.cut(self.end)
             raise
         self.end += header.record_bytes
+        if self.end - self._started >= START_BYTES:
+            self._files.start_sync(self._fd, self._started, self.end - self._started)
+            self._started = self.end
         return place
 
     def cut(self, size: int) -> None:
@@ -147,6 +152,7 @@ class Segment:
         try:
             self._files.truncate(self._fd, size)
             self.end = size
+            self._started = min(self._started, size)
         except OSError:
             with contextlib.suppress(OSError):
                 self.end = record.aligned(self._files.size(self._fd))

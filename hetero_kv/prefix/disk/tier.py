@@ -42,6 +42,8 @@ class DiskTier:
         layout_of: (kind, depth) → layout of such a group's payload.
         segment_bytes: size of a segment, and of the room that is kept for compaction.
         queue_bytes: of objects that wait to be written.
+        index_rows: objects written or dropped after which a flush commits the index too; so many
+            headers are read at a start after a crash.
         background: write in a thread; else `put` writes when the queue is full, and `flush`.
         order: which objects go first if the directory holds more than `capacity`.
         clock: seconds, for latencies.
@@ -61,6 +63,7 @@ class DiskTier:
         *,
         segment_bytes: int = 0,
         queue_bytes: int = 64 << 20,
+        index_rows: int = 512,
         background: bool = True,
         order: Order = leaf_first,
         counters: Counters | None = None,
@@ -92,7 +95,7 @@ class DiskTier:
         self._reading = self.counters.histogram("disk_read_seconds", LATENCY_BOUNDS)
         shared = (self._books, self._lock, self.counters, self._lose)
         self._writer = Writer(self.directory, identity, size, files, *shared, clock)
-        self._committer = Committer(self._writer, self._db, *shared)
+        self._committer = Committer(self._writer, self._db, *shared, index_rows)
         self._waiting = WriteBack(self._writer.write, self._io, self._lock)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)

@@ -135,7 +135,7 @@ def test_a_full_disk_frees_what_it_could_not_write_and_counts_it(tmp_path):
 
 
 def test_an_index_that_cannot_be_written_costs_nothing(tmp_path, monkeypatch):
-    tier = objects.make(tmp_path)
+    tier = objects.make(tmp_path, index_rows=1)
     objects.fill(tier, range(5))
 
     def full(*args):

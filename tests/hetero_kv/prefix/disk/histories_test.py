@@ -9,7 +9,8 @@ import pytest
 from hypothesis import stateful
 from hypothesis import strategies as st
 
-from tests.hetero_kv.prefix.disk import conftest, objects
+from tests.hetero_kv.prefix import conftest
+from tests.hetero_kv.prefix.disk import objects
 
 NUMBERS = st.integers(0, 60)
 CAPACITIES = (1 << 17, 3 << 16)
@@ -24,11 +25,16 @@ class Histories(stateful.RuleBasedStateMachine):
         self.directory = pathlib.Path(tempfile.mkdtemp(dir=parent))
         self.tickets, self.dead = {}, []
         self.capacity = CAPACITIES[1]
+        self.index_rows = 1
         self.tier = self.open()
 
     def open(self):
         return objects.make(
-            self.directory, capacity=self.capacity, segment_bytes=5000, queue_bytes=8000
+            self.directory,
+            capacity=self.capacity,
+            segment_bytes=5000,
+            queue_bytes=8000,
+            index_rows=self.index_rows,
         )
 
     @stateful.rule(i=NUMBERS)
@@ -83,9 +89,23 @@ class Histories(stateful.RuleBasedStateMachine):
         self.tickets = {}
         self.tier.clear()
 
-    @stateful.rule(capacity=st.sampled_from(CAPACITIES), index=st.booleans())
-    def restart(self, capacity, index):
-        self.settle(self.tier.close())
+    @stateful.rule(
+        capacity=st.sampled_from(CAPACITIES),
+        index=st.booleans(),
+        crash=st.booleans(),
+        index_rows=st.sampled_from((1, 4, 512)),
+    )
+    def restart(self, capacity, index, crash, index_rows):
+        """crash: the tier ends after a flush, without a close; its index may be behind then."""
+        if crash:
+            self.flush()
+            old, self.directory = self.directory, pathlib.Path(f"{self.directory}x")
+            objects.copy(old, self.directory)
+            self.tier.close()
+            shutil.rmtree(old)
+        else:
+            self.settle(self.tier.close())
+        self.index_rows = index_rows
         if not index:
             for path in self.directory.glob("index*"):
                 path.unlink()

@@ -13,7 +13,8 @@ def work(pipe, directory, seed, background):
     """Sends ("put", i) and ("drop", i) before doing it, ("held", numbers) after a flush."""
     random = np.random.default_rng(seed)
     try:
-        tier = objects.make(directory, capacity=CAPACITY, background=background)
+        rows = int(random.choice([1, 6, 512]))  # how far the index may be behind
+        tier = objects.make(directory, capacity=CAPACITY, background=background, index_rows=rows)
     except LockedError as error:  # the lock must not outlive its process
         pipe.send(("failed", str(error)))
         return

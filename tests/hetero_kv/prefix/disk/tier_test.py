@@ -284,3 +284,20 @@ GOLDEN = (
     "101112131415161718191a1b1c1d1e1f686973746f72796b65796d65746101002000000000000000"
     "07000000000000006102001000000000000000ffffffffffffffffc3a9f8c3c20616eec96e"
 )
+
+
+def test_the_index_is_committed_now_and_then(tmp_path):
+    tier = objects.make(tmp_path, index_rows=10)
+    commits = []
+    commit = tier._db.commit
+    tier._db.commit = lambda *args: commits.append(1) or commit(*args)
+    for i in range(30):
+        objects.fill(tier, [i])  # a flush each
+    assert len(commits) == 3
+    copy = objects.copy(tmp_path, tmp_path.with_name("crashed"))
+    objects.fill(tier, range(30, 34))
+    behind = objects.copy(tmp_path, tmp_path.with_name("behind"))
+    for directory, count in ((copy, 30), (behind, 34)):
+        found = objects.make(directory)
+        assert objects.good(found, range(40)) == set(range(count))
+        objects.healthy(found)
