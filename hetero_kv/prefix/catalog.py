@@ -119,12 +119,7 @@ class Catalog(Room):
                 self.index.prune(parent)
                 return "epoch"  # retired since the keys were made
             stored: list[int] = []  # bytes
-            try:
-                reason = self._extend(keys, path, parent, payloads, stored)
-            except BaseException:  # out of memory, say: no bare node may stay behind
-                for node in list((path[-1] if path else parent).children()):
-                    self.index.prune(node)
-                raise
+            reason = self._extend(keys, path, parent, payloads, stored)
             if stored:
                 self._count_stored(HISTORY, len(stored), sum(stored))
             return reason
@@ -138,15 +133,16 @@ class Catalog(Room):
         stored: list[int],
     ) -> str:
         # The hot loop of publishing: `_store` is written out in it.
-        extend, put, tier, disk = self.index.extend, self.tier.place, self.tier, self.disk
+        put, tier, disk = self.tier.place, self.tier, self.disk
         depth, limited, now = len(path), self.accounts is not None, self._lives.clock()
-        following = zip(keys.keys[depth:], keys.contents[depth:], payloads, strict=False)
-        for key, content, payload in following:
-            node = extend(parent, key, content)
-            if node is None:
-                self.index.prune(parent)
-                return "collision"
-            if node.history is None:
+        stop = min(depth + len(payloads), len(keys.keys))
+        nodes = self.index.extend_run(parent, keys.keys[depth:stop], keys.contents[depth:stop])
+        try:
+            for node, payload in zip(nodes, payloads, strict=False):
+                if node.history is not None:
+                    node.history.pins += 1
+                    path.append(node)
+                    continue
                 nbytes = payload.nbytes
                 ticket, short = None, NO_ROOM
                 if limited:
@@ -156,25 +152,25 @@ class Catalog(Room):
                 elif nbytes <= tier.free or self._make_room(HISTORY, nbytes):
                     ticket = put(payload)
                 if ticket is not None:
-                    node.history = Group(
-                        HISTORY, node, ticket[0], ticket[1], nbytes, 1, False, None, now, now
+                    slot, generation = ticket
+                    node.history = group = Group(
+                        HISTORY, node, slot, generation, nbytes, 1, False, None, now, now
                     )
                     self.used[HISTORY] += nbytes
                     if limited:
-                        self._charge(node.history, 1)
+                        self._charge(group, 1)
                     if disk is not None:
-                        disk.put(node.history, payload)
+                        disk.put(group, payload)
                 else:
                     short = self._only_on_disk(HISTORY, node, payload, 1, short or NO_ROOM)
                     if short:
-                        self.index.prune(node)
                         return short
                 stored.append(nbytes)
-            else:
-                node.history.pins += 1
-            path.append(node)
-            parent = node
-        return ""
+                path.append(node)
+        finally:
+            # No bare node may stay behind, whatever stopped the loop.
+            self.index.prune(nodes[-1] if nodes else parent)
+        return "" if len(nodes) == stop - depth else "collision"
 
     def has_checkpoint(self, path: list[Node]) -> bool:
         """Whether a checkpoint is stored at the end of `path`; if so it is recent now."""

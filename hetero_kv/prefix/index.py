@@ -8,7 +8,7 @@ goes with it.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from hetero_kv.prefix.host import Ticket
 from hetero_kv.prefix.keys import Keys, read_root
@@ -165,6 +165,26 @@ class Index:
             parent.child = node
         self._nodes[key] = node
         return node
+
+    def extend_run(
+        self, parent: Node, keys: Sequence[bytes], contents: Sequence[bytes]
+    ) -> list[Node]:
+        """`extend`, one block after the other; fewer nodes if one of them collides."""
+        nodes, found, depth, account = self._nodes, [], parent.depth, parent.account
+        self._last = None
+        for key, content in zip(keys, contents, strict=True):
+            node, depth = nodes.get(key), depth + 1
+            if node is None:
+                node = nodes[key] = Node(key, content, parent, depth, account)
+                sibling = parent.child
+                if sibling is not None:
+                    node.older, sibling.newer = sibling, node
+                parent.child = node
+            elif node.parent is not parent or node.content != content:
+                break
+            found.append(node)
+            parent = node
+        return found
 
     def prune(self, node: Node) -> None:
         """Removes the node, and ancestors, as long as they carry nothing."""

@@ -5,7 +5,8 @@ Pure functions over sizes and flags; no arrays, no index, no clock. All lengths 
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from hetero_kv.contract import CacheSpec, History, Point, Window
@@ -63,8 +64,7 @@ class Geometry:
         return max(0, length - 1) // self.granularity * self.granularity
 
 
-@dataclasses.dataclass(frozen=True)
-class Presence:
+class Presence(NamedTuple):
     """What is stored of one prompt's prefix.
 
     history: per block whose key matches, in order, whether its history group is complete.
@@ -79,11 +79,10 @@ class Presence:
 
     def first(self, blocks: int) -> "Presence":
         """As if only so many blocks had matched."""
-        return dataclasses.replace(self, history=self.history[:blocks])
+        return self._replace(history=self.history[:blocks])
 
 
-@dataclasses.dataclass(frozen=True)
-class Reason:
+class Reason(NamedTuple):
     """Why a length was cut from `before` to `after` tokens.
 
     component: the component at fault; "" where the cut is about the whole prompt.
@@ -103,13 +102,12 @@ class Reason:
         return f"{name}: {self.before} -> {self.after} ({self.code}) {self.detail}".rstrip()
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """How far a prompt can be resumed, by which routes, and why not further."""
 
     candidate_length: int = 0  # how far keys match; a multiple of B, at most prompt - 1
     resumable_length: int = 0  # how far every component can be resumed
-    routes: dict[str, str] = dataclasses.field(default_factory=dict)  # component -> route
+    routes: Mapping[str, str] = types.MappingProxyType({})  # component -> route
     reasons: tuple[Reason, ...] = ()
     replay: tuple[int, int] | None = None  # tokens [start, stop) to replay after the restore
     approximate: bool = False  # the replay is shorter than an exact one
@@ -249,8 +247,10 @@ def _leading(flags: tuple[bool, ...]) -> int:
 
 
 def _newest(geometry: Geometry, presence: Presence, top: int) -> int:
-    usable = (x for x in presence.checkpoints if x <= top and x % geometry.granularity == 0)
-    return max(usable, default=0)
+    if top in presence.checkpoints:
+        return top
+    step = geometry.granularity
+    return max([x for x in presence.checkpoints if x <= top and x % step == 0], default=0)
 
 
 def _no_checkpoint(geometry: Geometry, top: int, length: int, run: float | None) -> list[Reason]:

@@ -1,6 +1,5 @@
 """Fetching what a lease promises from the tiers, and the shorter plan where a tier fails."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -145,9 +144,7 @@ class Fetcher:
         new = tuple(x for x in lease.reasons if x not in reasons)
         # Others may have published meanwhile: then the plan is a longer one.
         candidate = max(candidate, lease.candidate_length)
-        shortened = dataclasses.replace(
-            lease.plan, candidate_length=candidate, reasons=reasons + new
-        )
+        shortened = lease.plan._replace(candidate_length=candidate, reasons=reasons + new)
         lease.renew(shortened, lease.history, lease.checkpoint)
         self._counters.add("replans_total")
         self._counters.add("lost_tokens_total", max(0, before - after))

@@ -373,7 +373,7 @@ class PrefixStore(Upkeep):
             reason = Reason("", "not_cacheable", 0, 0, keys.refusal)
             return lambda geometry, length, presence: Plan(
                 routes=dict.fromkeys((*geometry.history, *geometry.checkpoint), "none"),
-                reasons=(dataclasses.replace(reason, before=geometry.largest_boundary(length)),),
+                reasons=(reason._replace(before=geometry.largest_boundary(length)),),
             )
         placed = self.policy.checkpoints
         return functools.partial(
