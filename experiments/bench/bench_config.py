@@ -187,6 +187,7 @@ class BenchConfig:
     compile: CompileConfig = dataclasses.field(default_factory=CompileConfig)
 
     steps: int = 16  # decode steps of one timed block
+    warm_steps: int = 8  # before them, not timed
     repeats: int = 9  # timed blocks of each arm, taken in turns; the median is reported
     least_repeats: int = 3
     seconds: float = 60.0  # per phase of a cell; beyond it only `least_repeats` are taken
@@ -219,6 +220,7 @@ class BenchConfig:
             "repeats": self.repeats,
             "least_repeats": self.least_repeats,
             "check_steps": self.check_steps,
+            "warm_steps": self.warm_steps + 1,
             "growth.layers": self.growth.layers,
             "growth.batch": self.growth.batch,
             "compile.processes": self.compile.processes,
