@@ -138,6 +138,19 @@ class Catalog(Room):
         stop = min(depth + len(payloads), len(keys.keys))
         nodes = self.index.extend_run(parent, keys.keys[depth:stop], keys.contents[depth:stop])
         try:
+            # Where one block is new, all after it are.
+            fresh = nodes and nodes[0].history is None and not limited and disk is None
+            places = tier.place_run(payloads[: len(nodes)]) if fresh else None
+            if places is not None:
+                for node, payload, (slot, generation) in zip(nodes, payloads, places, strict=False):
+                    nbytes = payload.nbytes
+                    node.history = Group(
+                        HISTORY, node, slot, generation, nbytes, 1, False, None, now, now
+                    )
+                    stored.append(nbytes)
+                self.used[HISTORY] += sum(stored)
+                path += nodes
+                return "" if len(path) == stop else "collision"
             for node, payload in zip(nodes, payloads, strict=False):
                 if node.history is not None:
                     node.history.pins += 1
@@ -222,14 +235,14 @@ class Catalog(Room):
             known = []  # what is added now is recent enough
             for group in groups:
                 group.pins -= 1
-                if not group.queued and group.slot >= 0:
-                    if plain:  # `_queue`, written out
-                        group.queued = True
-                        add(group, group.node.key, group.nbytes, group.node.depth, 1.0)
-                    else:
-                        self._queue(group)
-                else:
+                if group.queued or group.slot < 0:
                     known.append(group)
+                elif plain:  # `_queue`, written out
+                    group.queued = True
+                    node = group.node
+                    add(group, node.key, group.nbytes, node.depth, 1.0)
+                else:
+                    self._queue(group)
             if self.disk is None:
                 order.refresh_all(known)
             else:

@@ -1,7 +1,7 @@
 """Leases: what a lookup promised, pinned until released."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
 from hetero_kv.prefix.index import Group
@@ -77,7 +77,7 @@ class Lease:
         return self.plan.resumable_length
 
     @property
-    def routes(self) -> dict[str, str]:
+    def routes(self) -> Mapping[str, str]:
         """Per component how it comes back: "host", "disk" (some of it), "replay" or "none"."""
         return self.plan.routes
 

@@ -84,8 +84,13 @@ class End:
     ) -> tuple[int, ...]:
         """The largest multiple of G at most `prompt_length - 1`, and at most `prompt_length`."""
         step = spec.granularity
-        ends = {max(0, prompt_length - 1) // step * step, prompt_length // step * step}
-        return tuple(sorted(ends - {0}))
+        same, longer = max(0, prompt_length - 1) // step * step, prompt_length // step * step
+        if same == longer:
+            return (longer,) if longer else ()
+        return (same, longer) if same else (longer,)
+
+
+_ENDS = End()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +105,8 @@ class Fork:
     ) -> tuple[int, ...]:
         """The candidate length rounded down to G, and what `End` chooses."""
         fork = min(candidate, prompt_length) // spec.granularity * spec.granularity
-        ends = set(End().points(prompt_length, spec))
-        return tuple(sorted((ends | {fork}) - {0}))
+        ends = _ENDS.points(prompt_length, spec)
+        return ends if not fork or fork in ends else (fork, *ends)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,7 @@ Pure functions over sizes and flags; no arrays, no index, no clock. All lengths 
 """
 
 import dataclasses
+import functools
 import math
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -266,19 +267,29 @@ def _no_checkpoint(geometry: Geometry, top: int, length: int, run: float | None)
 
 def _routes(
     geometry: Geometry, length: int, span: tuple[int, int] | None, presence: Presence
-) -> dict[str, str]:
+) -> Mapping[str, str]:
     history = _history_route(geometry, length, presence)
     state = HOST if length else NONE
     if span:
         state = REPLAY
     elif length in presence.disk_checkpoints:
         state = DISK
-    return dict.fromkeys(geometry.history, history) | dict.fromkeys(geometry.checkpoint, state)
+    return _table(geometry.history, geometry.checkpoint, history, state)
+
+
+@functools.lru_cache(maxsize=256)
+def _table(
+    history: tuple[str, ...], checkpoint: tuple[str, ...], route: str, state: str
+) -> Mapping[str, str]:
+    found = dict.fromkeys(history, route) | dict.fromkeys(checkpoint, state)
+    return types.MappingProxyType(found)  # shared: nobody may change it
 
 
 def _history_route(geometry: Geometry, length: int, presence: Presence) -> str:
     """DISK if any of the blocks comes from there."""
     if not length:
         return NONE
+    if not presence.disk_history:
+        return HOST
     first = min(presence.disk_history, default=math.inf)
     return DISK if first * geometry.block < length else HOST
