@@ -164,5 +164,6 @@ def placement(name: str) -> CheckpointPolicy:
     if number.isdigit() and kind == "bounded":
         return Bounded(int(number))
     if kind not in simple or number:
-        raise ValueError(f"unknown checkpoint policy {name!r}; see placement.placement")
+        known = ", ".join((*simple, "periodic:<n>", "every:<n>", "bounded:<n>"))
+        raise ValueError(f"unknown checkpoint policy {name!r}; known: {known}")
     return simple[kind]()

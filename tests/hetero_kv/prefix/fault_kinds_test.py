@@ -95,7 +95,8 @@ def test_a3_a5_windows_of_several_widths_resume_jointly(widths):
     for hurt in (None, *widths):
         store, cache = stores.make(spec), synthetic.empty(spec, capacity=64)
         cache, _ = stores.serve(store, cache, 0, STEM, spec)
-        for n in range(9, 41):  # also between the smallest and the largest window
+        # Also between the smallest and the largest window.
+        for n in range(9, 41) if hurt is None else ():
             cache, length = stores.serve(store, cache, 1, STEM[:n], spec, publish=False)
             assert length == (n - 1) // 8 * 8
         if hurt is not None:  # one component's bytes, of the last checkpoint

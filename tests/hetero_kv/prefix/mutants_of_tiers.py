@@ -1,6 +1,5 @@
 """Mutants of evidence, tiers, the catalog and counters; see mutants.py."""
 
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
