@@ -10,6 +10,9 @@ import numpy as np
 from hetero_kv import state
 from hetero_kv.attention.call import Train
 from hetero_kv.contract import CacheSpec, strides_lcm
+from hetero_kv.pages import cache as paged
+from hetero_kv.pages import views
+from hetero_kv.pages.layout import Paging
 from hetero_kv.params import Params, ParamTree
 from hetero_kv.state import Cache
 from models import pieces, schedule
@@ -106,6 +109,19 @@ class Decoder:
         """Shapes and dtypes of `init_cache`."""
         return state.abstract(self.cache_spec, batch, capacity)
 
+    def init_paged_cache(
+        self, batch: int, capacity: int, paging: Paging | None = None, poison: bool = False
+    ) -> Cache:
+        """An empty cache whose History lies in pages; rows have none (see `pages.cache.reserve`).
+
+        All methods take it in place of a contiguous one, and give the same bits. paging: sizes,
+        default `Paging.of(cache_spec, batch, capacity)`.
+        """
+        paging = paging or Paging.of(self.cache_spec, batch, capacity)
+        if paging.capacity != capacity:
+            raise ValueError(f"the paging is for {paging.capacity} tokens a row, not {capacity}")
+        return paged.init(self.cache_spec, batch, paging, poison)
+
     @functools.cached_property
     def call_sizes(self) -> tuple[int, ...]:
         """Columns of the compiled prefill calls, ascending; the last is the chunk."""
@@ -134,8 +150,8 @@ class Decoder:
 
         Returns logits f32[R, S, V] ("all"; rows beyond `valid` are 0), f32[R, V] ("last": at the
         last token that ran, 0 for rows that did not move) or f32[R, 0] ("none"), and the new
-        cache. Raises ValueError where a row would not fit its capacity (inside a trace such a row
-        is refused: it does not move).
+        cache. Raises ValueError where a row would not fit its capacity or its pages (inside a trace
+        such a row is refused: it does not move).
         """
         check_tokens(tokens, (cache.batch, None), self.config.vocab_size)
         run = functools.partial(self._call, params, replay=False)
@@ -184,7 +200,7 @@ class Decoder:
     ) -> tuple[jax.Array, Cache]:
         """Decodes `steps` tokens in one compiled scan, from token i32[R]: i32[R, steps].
 
-        Raises ValueError where an active row would not fit its capacity.
+        Raises ValueError where an active row would not fit its capacity or its pages.
         """
         check_tokens(token, (cache.batch,), self.config.vocab_size)
         moves = True if active is None else active
@@ -195,6 +211,7 @@ class Decoder:
                     f"{steps=} would not fit: lengths {np.asarray(cache.length)}, capacity "
                     f"{cache.capacity}; make the cache larger or decode fewer steps"
                 )
+            views.check_suffices(cache, np.where(np.asarray(moves), steps, 0))
         key = jax.random.key(0) if key is None else key
         return self._many(params, token, cache, key, active, steps, sampler or Sampler())
 

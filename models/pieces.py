@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hetero_kv.pages import views
 from hetero_kv.state import Cache
 
 Run = Callable[..., tuple[jax.Array, Cache]]
@@ -61,6 +62,7 @@ def drive(
             f"prefill would not fit: length {length} + {valid} tokens > capacity "
             f"{cache.capacity}; make the cache larger"
         )
+    views.check_suffices(cache, valid)
     out = _Logits(rows, size, logits)
     first = np.zeros(rows, np.int32)
     calls = plan(length, valid, chunk)
@@ -118,7 +120,9 @@ def _traced(
     rows, size = tokens.shape
     tokens = jnp.asarray(tokens, jnp.int32)
     valid = jnp.full(rows, size, jnp.int32) if valid is None else jnp.asarray(valid, jnp.int32)
-    valid = jnp.where(cache.length + valid <= cache.capacity, valid, 0)
+    fits = cache.length + valid <= cache.capacity
+    fits &= views.suffices(cache, cache.length, cache.length + valid)
+    valid = jnp.where(fits, valid, 0)
     first, batch = jnp.zeros(rows, jnp.int32), jnp.arange(rows)[:, None]
     column = jnp.arange(chunk, dtype=jnp.int32)
 
