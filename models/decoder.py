@@ -13,9 +13,11 @@ from hetero_kv.contract import CacheSpec, strides_lcm
 from hetero_kv.pages import cache as paged
 from hetero_kv.pages import views
 from hetero_kv.pages.layout import Paging
+from hetero_kv.pages.validate import Expected
 from hetero_kv.params import Params, ParamTree
 from hetero_kv.state import Cache
-from models import pieces, schedule
+from hetero_kv.validate import Verdict
+from models import checked, pieces, schedule
 from models.checks import check_config, check_tokens
 from models.config import DecoderConfig
 from models.layers import layer
@@ -173,6 +175,50 @@ class Decoder:
         """
         check_tokens(token, (cache.batch,), self.config.vocab_size)
         return self._step(params, token, cache, active)
+
+    @functools.cached_property
+    def _checked(self) -> checked.Checked:
+        return checked.Checked(self.stack, self.cache_spec)
+
+    def checked_step(
+        self,
+        params: Params,
+        token: jax.Array,
+        cache: Cache,
+        expected: Expected | None = None,
+        active: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache, Verdict]:
+        """As `decode_step`, with the state of active rows verified in the same compiled call.
+
+        expected: what each row's pages were when they were leased (`pages.validate.expect`).
+        A row whose verdict is bad writes nothing and does not move, and its logits are NaN; the
+        other rows are as if it were not active. Returns logits, cache, and the verdict, which is
+        ok for rows that are not active.
+        """
+        check_tokens(token, (cache.batch,), self.config.vocab_size)
+        return self._checked.step(params, token, cache, expected, active)
+
+    def checked_prefill(
+        self,
+        params: Params,
+        tokens: jax.Array | np.ndarray,
+        cache: Cache,
+        expected: Expected | None = None,
+        valid: np.ndarray | None = None,
+        logits: str = "last",
+    ) -> tuple[jax.Array, Cache, Verdict]:
+        """As `prefill`, with every call verified like a `checked_step`.
+
+        A row that one call refuses is refused by the later ones too; its verdict has the reasons of
+        the first. Its pages may be too few: that is part of the verdict, and not an error.
+        """
+        check_tokens(tokens, (cache.batch, None), self.config.vocab_size)
+        if any(isinstance(x, jax.core.Tracer) for x in (tokens, cache.length)):
+            raise ValueError("checked_prefill plans its calls on the host: do not trace it")
+        run = self._checked.run(params, expected, cache)
+        chunk, sizes = self.cache_spec.chunk, self.call_sizes
+        out, cache = pieces.drive(run, tokens, valid, cache, chunk, sizes, logits, False)
+        return out, cache, run.verdict
 
     @functools.cached_property
     def _many(self):

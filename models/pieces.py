@@ -45,8 +45,12 @@ def drive(
     chunk: int,
     sizes: tuple[int, ...],
     logits: str,
+    refuse: bool = True,
 ) -> tuple[jax.Array, Cache]:
-    """Runs `run(tokens, count, cache, first, logits=…)` over all pieces; see `Decoder.prefill`."""
+    """Runs `run(tokens, count, cache, first, logits=…)` over all pieces; see `Decoder.prefill`.
+
+    refuse: raise for rows whose pages do not suffice; False: `run` sees to them itself.
+    """
     if logits not in ("all", "last", "none"):
         raise ValueError(f"logits must be 'all', 'last' or 'none', got {logits!r}")
     if any(isinstance(x, jax.core.Tracer) for x in (tokens, valid, cache.length)):
@@ -62,7 +66,8 @@ def drive(
             f"prefill would not fit: length {length} + {valid} tokens > capacity "
             f"{cache.capacity}; make the cache larger"
         )
-    views.check_suffices(cache, valid)
+    if refuse:
+        views.check_suffices(cache, valid)
     out = _Logits(rows, size, logits)
     first = np.zeros(rows, np.int32)
     calls = plan(length, valid, chunk)

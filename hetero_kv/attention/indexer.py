@@ -72,8 +72,8 @@ class Indexer:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Order keys u32[R, S, N] of a call's queries and the thresholds of their top k.
 
-        keys: the pool of N index keys a row; visible: i32[R, S] entries visible to each query; the first
-        `tiles` tiles of `size` entries are read.
+        keys: the pool, N entries a row; visible: i32[R, S] entries visible to each query; the
+        first `tiles` tiles of `size` entries are read.
         """
 
         def body(t: jax.Array, out: jax.Array) -> jax.Array:

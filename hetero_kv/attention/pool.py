@@ -1,6 +1,6 @@
 """Append-only pools of entries, stacked over layers like the rings: the only access to them.
 
-A pool is an array `[L, R, N, w]`, or `Paged`: pages `[L, P, e, w]` that block tables assign to rows.
+A pool is an array `[L, R, N, w]`, or `Paged`: pages `[L, P, e, w]` that block tables give to rows.
 Both give the same bits: the same tiles in the same order, of which callers mask the same entries.
 """
 

@@ -23,9 +23,7 @@ from hetero_kv.state import Cache
 Keys = dict[str, jax.Array]  # per component: u32[n, 2], an owner for each column
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=("tables", "owner"), meta_fields=("paging",)
-)
+@partial(jax.tree_util.register_dataclass, data_fields=("tables", "owner"), meta_fields=("paging",))
 @dataclasses.dataclass(frozen=True)
 class Pages:
     """The page tables of a cache.
@@ -53,9 +51,7 @@ def abstract(spec: CacheSpec, batch: int, paging: Paging) -> Cache:
     return jax.eval_shape(lambda: init(spec, batch, paging))
 
 
-def _with_pages(
-    spec: CacheSpec, cache: Cache, batch: int, paging: Paging, poison: bool
-) -> Cache:
+def _with_pages(spec: CacheSpec, cache: Cache, batch: int, paging: Paging, poison: bool) -> Cache:
     names = list(history_slots(spec))
     if names != [x.component for x in paging.pages]:
         raise ValueError(f"the paging is of {[x.component for x in paging.pages]}, not of {names}")
@@ -222,7 +218,9 @@ def share_prefix(
             of = dict(spec.segments[slot.segment].layers[slot.layer].leaves)[contract.of]
             counter = cache.leaf(slot)
             changed[slot] = counter.at[:, index].set(of.contract.count(length), mode="drop")
-    cache = cache.with_leaves(changed).replace(length=cache.length.at[index].set(length, mode="drop"))
+    cache = cache.with_leaves(changed).replace(
+        length=cache.length.at[index].set(length, mode="drop")
+    )
     return _owned(cache, tables, row, owner, flags), flags
 
 

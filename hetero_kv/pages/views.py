@@ -84,9 +84,7 @@ def check_suffices(cache: Cache, tokens: np.ndarray) -> None:
         )
 
 
-def wrote(
-    cache: Cache, start: jax.Array, stop: jax.Array, most: int, found: Tables
-) -> Cache:
+def wrote(cache: Cache, start: jax.Array, stop: jax.Array, most: int, found: Tables) -> Cache:
     """Notes in the page tables that rows went from `start` to `stop`, by `most` tokens at most."""
     if cache.pages is None:
         return cache
