@@ -10,8 +10,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-SLICES = 16  # a tile of so many pages at most is read by slices, which are faster than a gather
-
 
 class Paged(NamedTuple):
     """Pages of one component's leaf, and the block tables of the rows.
@@ -107,16 +105,7 @@ def _paged_tile(pool: Paged, layer: int | jax.Array, index: jax.Array, size: int
     many, step = max(1, size // entries), min(size, entries)
     ids = jax.lax.dynamic_slice_in_dim(pool.read, index * size // entries, many, axis=1)
     ids, offset = _safe(pool, ids), index * size % entries
-    if ids.size <= SLICES:
-        # A slice would clamp: what it gives for an id that is no page is replaced.
-        one = (1, 1, step, pool.pages.shape[3])
-        parts = [
-            jax.lax.dynamic_slice(pool.pages, (layer, i, offset, 0), one)[0]
-            for i in ids.reshape(-1)
-        ]
-        found = jnp.concatenate(parts).reshape(batch, many, *one[2:])
-        found = jnp.where((ids < pool.pages.shape[1])[..., None, None], found, _nothing(pool))
-    elif step == entries:
+    if step == entries:
         found = pool.pages.at[layer, ids].get(mode="fill", fill_value=_nothing(pool))
     else:
         place = offset + jnp.arange(step, dtype=jnp.int32)
