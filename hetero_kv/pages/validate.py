@@ -34,7 +34,8 @@ class Expected(NamedTuple):
 
 def expect(cache: Cache) -> Expected:
     """What the block tables say now: to be kept while they are leased, and given to each call."""
-    tables = cache.pages.tables.values()
+    # In the order of the paging: a dictionary that went through a transformation is sorted.
+    tables = [cache.pages.tables[x.component] for x in cache.pages.paging.pages]
     most = max((x.table.shape[1] for x in tables), default=0)
 
     def padded(field: str) -> list[jax.Array]:
