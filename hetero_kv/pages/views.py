@@ -75,12 +75,12 @@ def check_suffices(cache: Cache, tokens: np.ndarray) -> None:
     """Raises ValueError where a row's pages are too few for `tokens` more tokens (host side)."""
     if cache.pages is None or not np.any(tokens):
         return
-    stop = cache.length + jnp.asarray(tokens, jnp.int32)
-    ok = np.asarray(_suffices(cache, cache.length, stop)) | (np.asarray(tokens) == 0)
+    more = np.broadcast_to(np.asarray(tokens, np.int32), (cache.batch,))
+    ok = np.asarray(_suffices(cache, cache.length, cache.length + more)) | (more == 0)
     if not ok.all():
         raise ValueError(
             f"rows {np.flatnonzero(~ok).tolist()} have too few writable pages for "
-            f"{np.asarray(tokens)[~ok].tolist()} more tokens; reserve them first"
+            f"{more[~ok].tolist()} more tokens; reserve them first"
         )
 
 

@@ -169,9 +169,7 @@ def test_seal_completes_what_is_full_and_notices_bytes() -> None:
         np.testing.assert_array_equal(again[:full], sums)
         for slot in history_slots(SPEC)[name]:
             index = (slot.repeats - 1, pages.table[1, 0], page.entries - 1, ..., 0)
-            changed = SUMS(
-                synthetic.edit(cache, slot, index, 1, add=True), name, pages.table[1]
-            )
+            changed = SUMS(synthetic.edit(cache, slot, index, 1, add=True), name, pages.table[1])
             assert (np.asarray(changed)[:full] != sums).tolist() == [True] + [False] * (full - 1)
     again, flags = SEAL(cache, 1)
     assert int(flags) == 0

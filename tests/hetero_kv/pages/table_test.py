@@ -58,7 +58,7 @@ class Books:
         return self.pages[i].pins + sum(row.count(i) for row in self.rows)
 
     def fits(self, row: int, first: int, count: int) -> bool:
-        inside = 0 <= row < ROWS and 0 <= first and 0 <= count and first + count <= COLUMNS
+        inside = 0 <= row < ROWS and first >= 0 and count >= 0 and first + count <= COLUMNS
         return inside and all(x == PAGES for x in self.rows[row][first : first + count])
 
     def alloc(self, row: int, first: int, count: int, owner: int) -> bool:

@@ -221,7 +221,8 @@ def test_static_validators_raise_while_tracing() -> None:
 def test_the_abi_code_is_of_the_layout_alone() -> None:
     def code(spec=SPEC, batch: int = ROWS, **sizes) -> int:
         return at_use.abi_code(
-            spec, jax.eval_shape(lambda: paged.init(spec, batch, Paging.of(spec, batch, 32, **sizes)))
+            spec,
+            jax.eval_shape(lambda: paged.init(spec, batch, Paging.of(spec, batch, 32, **sizes))),
         )
 
     assert code() == code(batch=5) == code(count=77)
