@@ -315,7 +315,7 @@ def test_operations_trace_under_vmap_and_scan() -> None:
         pages, two, _ = table.release(pages, row)
         return pages, (one, two)
 
-    pages, flags = jax.lax.scan(life, filled(), jnp.array([1, 2, 0], jnp.int32))
+    _, flags = jax.lax.scan(life, filled(), jnp.array([1, 2, 0], jnp.int32))
     assert flags[0].tolist() == [0, 0, table.OCCUPIED] and flags[1].tolist() == [0, 0, 0]
     stacked = jax.tree.map(lambda x: jnp.stack([x, x]), filled())
     _, (one, _) = jax.vmap(life)(stacked, jnp.array([1, -1], jnp.int32))
