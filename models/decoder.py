@@ -291,6 +291,7 @@ class Decoder:
         if np.shape(tokens)[1] < stop:
             raise ValueError(f"replay to {stop} needs that many tokens, got {np.shape(tokens)[1]}")
         rows = np.ones(cache.batch, bool) if rows is None else np.asarray(rows, bool)
+        views.check_holds(cache, stop, rows)
         exact = start == 0 or stop - start >= spec.replay_tokens(stop)
         cache = cache.replace(
             length=jnp.where(rows, start, cache.length),
@@ -303,5 +304,6 @@ class Decoder:
         def run(tokens, count, cache, _, logits):
             return self._call(params, tokens, count, cache, first, logits=logits, replay=True)
 
-        _, cache = pieces.drive(run, part, valid, cache, spec.chunk, self.call_sizes, "none")
+        sizes = self.call_sizes
+        _, cache = pieces.drive(run, part, valid, cache, spec.chunk, sizes, "none", False)
         return cache

@@ -49,12 +49,12 @@ def drive(
 ) -> tuple[jax.Array, Cache]:
     """Runs `run(tokens, count, cache, first, logits=…)` over all pieces; see `Decoder.prefill`.
 
-    refuse: raise for rows whose pages do not suffice; False: `run` sees to them itself.
+    refuse: refuse rows whose pages do not suffice; False: `run` or the caller sees to them.
     """
     if logits not in ("all", "last", "none"):
         raise ValueError(f"logits must be 'all', 'last' or 'none', got {logits!r}")
     if any(isinstance(x, jax.core.Tracer) for x in (tokens, valid, cache.length)):
-        return _traced(run, tokens, valid, cache, chunk, logits)
+        return _traced(run, tokens, valid, cache, chunk, logits, refuse)
     tokens = np.asarray(tokens, np.int32)
     rows, size = tokens.shape
     valid = np.full(rows, size) if valid is None else np.asarray(valid, np.int64)
@@ -120,13 +120,15 @@ def _traced(
     cache: Cache,
     chunk: int,
     logits: str,
+    refuse: bool,
 ) -> tuple[jax.Array, Cache]:
     """The same split inside a trace, where lengths are unknown: as many calls as can be needed."""
     rows, size = tokens.shape
     tokens = jnp.asarray(tokens, jnp.int32)
     valid = jnp.full(rows, size, jnp.int32) if valid is None else jnp.asarray(valid, jnp.int32)
     fits = cache.length + valid <= cache.capacity
-    fits &= views.suffices(cache, cache.length, cache.length + valid)
+    if refuse:
+        fits &= views.suffices(cache, cache.length, cache.length + valid)
     valid = jnp.where(fits, valid, 0)
     first, batch = jnp.zeros(rows, jnp.int32), jnp.arange(rows)[:, None]
     column = jnp.arange(chunk, dtype=jnp.int32)

@@ -84,6 +84,21 @@ def check_suffices(cache: Cache, tokens: np.ndarray) -> None:
         )
 
 
+def check_holds(cache: Cache, length: int, rows: np.ndarray) -> None:
+    """Raises ValueError where rows bool[R] have no pages of `length` tokens to read (host side).
+
+    In a trace nothing can be raised: such a row is then refused by the call itself.
+    """
+    if cache.pages is None or isinstance(cache.length, jax.core.Tracer):
+        return
+    stop = jnp.full(cache.length.shape, length, jnp.int32)
+    ok = np.asarray(_suffices(cache, stop, stop)) | ~rows
+    if not ok.all():
+        raise ValueError(
+            f"rows {np.flatnonzero(~ok).tolist()} do not hold the History of {length} tokens"
+        )
+
+
 def wrote(cache: Cache, start: jax.Array, stop: jax.Array, most: int, found: Tables) -> Cache:
     """Notes in the page tables that rows went from `start` to `stop`, by `most` tokens at most."""
     if cache.pages is None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from hetero_kv import state, validate
 from hetero_kv.contract import CacheSpec, Evidence, History
+from hetero_kv.pages.validate import check as check_pages
 from hetero_kv.prefix import transfer_pages
 from hetero_kv.prefix.payload import ArrayPayload, Section, checkpoint_layout, history_layout
 from hetero_kv.state import Cache
@@ -137,6 +138,10 @@ class Transfer:
     # -- traced ----------------------------------------------------------------------------------
 
     def _traced_inspect(self, cache: Cache, row: jax.Array):
+        if cache.pages is not None:
+            checked = check_pages(self.spec, cache)
+            verdict = validate.Verdict(checked.bits[row][None], checked.ok[row][None])
+            return cache.length[row], cache.grid_length[row], verdict
         one = _row_of(cache, row)
         return one.length[0], one.grid_length[0], validate.evidence(self.spec, one)
 

@@ -113,6 +113,14 @@ def test_decode_many_and_replay() -> None:
     tokens, results = tiny.tokens(), []
     for cache in (tiny.empty(made), empty()):
         _, cache = made.prefill(params, tokens[:, :32], cache)
+        if cache.pages is not None:
+            cache, _ = seal()(cache, 0)  # a replay only reads
+            with pytest.raises(ValueError, match=r"rows \[0, 1\] do not hold .* of 48 tokens"):
+                wrong = cache.pages.tables["csa entries"]
+                wrong = wrong._replace(table=wrong.table.at[:, 1].set(wrong.size))
+                tables = cache.pages.tables | {"csa entries": wrong}
+                lacking = cache.replace(pages=cache.pages.replace(tables=tables))
+                made.replay(params, tokens, lacking, 0, 48)
         cache = made.replay(params, tokens, cache, 0, 32)
         out, cache = made.decode_many(params, tokens[:, 32], cache, 6)
         results.append((out, cache))
