@@ -40,7 +40,7 @@ class Checked:
         fits = cache.length < cache.capacity
         verdict = _full(verdict, ~fits if active is None else active & ~fits)
         runs = verdict.ok if active is None else verdict.ok & active
-        logits, cache = self.stack.step(params, token, cache, runs)
+        logits, cache = self.stack.step(params, token, cache, runs, verified=True)
         return jnp.where(verdict.ok[:, None], logits, jnp.nan), cache, verdict
 
     def _call(
@@ -59,7 +59,9 @@ class Checked:
         verdict = _full(verdict, runs & (cache.length + count > cache.capacity))
         verdict = Verdict(before.bits | verdict.bits, before.ok & verdict.ok)
         some = jnp.where(verdict.ok, count, 0)
-        out, cache = self.stack.call(params, tokens, some, cache, first, logits, False)
+        out, cache = self.stack.call(
+            params, tokens, some, cache, first, logits, False, verified=True
+        )
         ok = verdict.ok.reshape((-1,) + (1,) * (out.ndim - 1))
         return jnp.where(ok, out, jnp.nan), cache, verdict
 

@@ -210,15 +210,17 @@ class Stack:
         first: jax.Array,
         logits: str,
         replay: bool | jax.Array,
+        verified: bool = False,
     ) -> tuple[jax.Array, Cache]:
         """One prefill call: the first i32[R] `count` columns of tokens i32[R, S] run.
 
         logits: "all" → f32[R, S, V], "last" → f32[R, V] at each row's last token that runs,
-        "none" → f32[R, 0]. first: window rows of earlier positions are absent (replay).
+        "none" → f32[R, 0]. first: window rows of earlier positions are absent (replay). verified:
+        the caller has seen to it that the pages of rows that run suffice.
         """
         start = cache.length
         fits = start + count <= cache.capacity
-        if cache.pages is not None:
+        if cache.pages is not None and not verified:
             first_new = jnp.where(replay, start + count, start)  # a replay writes no History
             fits &= views.suffices(cache, first_new, start + count)
         refused = ~fits & (count > 0)
@@ -242,16 +244,22 @@ class Stack:
         return out, cache
 
     def step(
-        self, params: Params, token: jax.Array, cache: Cache, active: jax.Array | None
+        self,
+        params: Params,
+        token: jax.Array,
+        cache: Cache,
+        active: jax.Array | None,
+        verified: bool = False,
     ) -> tuple[jax.Array, Cache]:
         """One decode step: token i32[R] to logits f32[R, V].
 
         Rows that are not `active` (bool[R]; None: all are) do not move. Neither does a row whose
-        cache is full, or whose pages do not suffice: its logits are NaN (fail closed).
+        cache is full, or whose pages do not suffice: its logits are NaN (fail closed). verified: as
+        in `call`.
         """
         start = cache.length
         fits = start < cache.capacity
-        if cache.pages is not None:
+        if cache.pages is not None and not verified:
             fits &= views.suffices(cache, start, start + 1)
         runs = fits if active is None else active & fits
         tables = self._tables(start[:, None])
