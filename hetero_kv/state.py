@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ LayerLeaves = dict[str, jax.Array]  # name -> [repeats, batch, *leaf.shape(capac
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("length", "grid_length", "layers"),
+    data_fields=("length", "grid_length", "layers", "pages"),
     meta_fields=("capacity",),
 )
 @dataclasses.dataclass(frozen=True)
@@ -27,12 +28,15 @@ class Cache:
         exact regime; decode and partial calls do not advance it.
     layers: per segment, per pattern position: leaf name -> [repeats, R, *leaf.shape].
     capacity: tokens each row can hold (static).
+    pages: None, or the page tables (`pages.cache.Pages`) of a cache whose History leaves are pools
+        of pages, [repeats, P, entries per page, *width].
     """
 
     length: jax.Array
     grid_length: jax.Array
     layers: tuple[tuple[LayerLeaves, ...], ...]
     capacity: int
+    pages: Any = None
 
     @property
     def batch(self) -> int:

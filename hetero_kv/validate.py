@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetero_kv.contract import CacheSpec, Evidence, LeafSlot, Scratch
+from hetero_kv.contract import CacheSpec, Evidence, History, LeafSlot, Scratch
 from hetero_kv.state import Cache
 
 # Reasons, one bit each.
@@ -18,8 +18,27 @@ COUNT = 1  # the counter of a pool differs from the contract's count at this len
 POSITIONS = 2  # a live ring row holds another position than the expected one
 LENGTH = 4  # a length is negative, beyond the capacity, or the grid length is beyond the length
 NONFINITE = 8  # a live row has a NaN or an infinity
+MISSING = 16  # a page that is read is not there, or not in a form that may be read
+GENERATION = 32  # a page was recycled since its lease: it has another generation
+OWNER = 64  # a page belongs to somebody else than the lease says
+VALID = 128  # a page's count of valid entries is not that of the length
+WRITE = 256  # a page that is to be written is not the row's own, or sealed, or not there
+CHECKSUM = 512  # the bytes of a sealed page are not those that were sealed
+JOINT = 1024  # (of the lengths) some components are fine and others are not
 
-BITS = {"count": COUNT, "positions": POSITIONS, "length": LENGTH, "nonfinite": NONFINITE}
+BITS = {
+    "count": COUNT,
+    "positions": POSITIONS,
+    "length": LENGTH,
+    "nonfinite": NONFINITE,
+    "missing": MISSING,
+    "generation": GENERATION,
+    "owner": OWNER,
+    "valid": VALID,
+    "write": WRITE,
+    "checksum": CHECKSUM,
+    "joint": JOINT,
+}
 LENGTHS = "lengths"  # the component that stands for the lengths themselves
 
 
@@ -54,7 +73,8 @@ def evidence(
         spec: the cache's spec.
         cache: any cache of that spec.
         rows: bool[R], rows to check; others get the verdict ok. None: all.
-        finite: also require that live rows hold finite numbers (reads all of the cache).
+        finite: also require that live rows hold finite numbers (reads all of the cache; pools of
+            pages are left to `pages.validate`).
     """
     names = components(spec)
     # A length beyond the capacity must not wrap the checks below; it has a bit of its own.
@@ -69,6 +89,8 @@ def evidence(
         name = owner(spec, slot).leaf.component
         if isinstance(slot.leaf.contract, Evidence):
             bits[name] |= _disagrees(spec, slot, cache, length)
+        elif cache.pages is not None and isinstance(slot.leaf.contract, History):
+            continue
         elif finite and jnp.issubdtype(jnp.dtype(slot.leaf.dtype), jnp.floating):
             bits[name] |= _not_finite(slot, cache, length)
     table = jnp.stack([bits[name] for name in names], axis=-1)

@@ -10,9 +10,14 @@ import numpy as np
 from hetero_kv import state
 from hetero_kv.attention.call import Train
 from hetero_kv.contract import CacheSpec, strides_lcm
+from hetero_kv.pages import cache as paged
+from hetero_kv.pages import views
+from hetero_kv.pages.layout import Paging
+from hetero_kv.pages.validate import Expected
 from hetero_kv.params import Params, ParamTree
 from hetero_kv.state import Cache
-from models import pieces, schedule
+from hetero_kv.validate import Verdict
+from models import checked, pieces, schedule
 from models.checks import check_config, check_tokens
 from models.config import DecoderConfig
 from models.layers import layer
@@ -106,6 +111,19 @@ class Decoder:
         """Shapes and dtypes of `init_cache`."""
         return state.abstract(self.cache_spec, batch, capacity)
 
+    def init_paged_cache(
+        self, batch: int, capacity: int, paging: Paging | None = None, poison: bool = False
+    ) -> Cache:
+        """An empty cache whose History lies in pages; rows have none (see `pages.cache.reserve`).
+
+        All methods take it in place of a contiguous one, and give the same bits. paging: sizes,
+        default `Paging.of(cache_spec, batch, capacity)`.
+        """
+        paging = paging or Paging.of(self.cache_spec, batch, capacity)
+        if paging.capacity != capacity:
+            raise ValueError(f"the paging is for {paging.capacity} tokens a row, not {capacity}")
+        return paged.init(self.cache_spec, batch, paging, poison)
+
     @functools.cached_property
     def call_sizes(self) -> tuple[int, ...]:
         """Columns of the compiled prefill calls, ascending; the last is the chunk."""
@@ -134,8 +152,8 @@ class Decoder:
 
         Returns logits f32[R, S, V] ("all"; rows beyond `valid` are 0), f32[R, V] ("last": at the
         last token that ran, 0 for rows that did not move) or f32[R, 0] ("none"), and the new
-        cache. Raises ValueError where a row would not fit its capacity (inside a trace such a row
-        is refused: it does not move).
+        cache. Raises ValueError where a row would not fit its capacity or its pages (inside a trace
+        such a row is refused: it does not move).
         """
         check_tokens(tokens, (cache.batch, None), self.config.vocab_size)
         run = functools.partial(self._call, params, replay=False)
@@ -157,6 +175,50 @@ class Decoder:
         """
         check_tokens(token, (cache.batch,), self.config.vocab_size)
         return self._step(params, token, cache, active)
+
+    @functools.cached_property
+    def _checked(self) -> checked.Checked:
+        return checked.Checked(self.stack, self.cache_spec)
+
+    def checked_step(
+        self,
+        params: Params,
+        token: jax.Array,
+        cache: Cache,
+        expected: Expected | None = None,
+        active: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache, Verdict]:
+        """As `decode_step`, with the state of active rows verified in the same compiled call.
+
+        expected: what each row's pages were when they were leased (`pages.validate.expect`).
+        A row whose verdict is bad writes nothing and does not move, and its logits are NaN; the
+        other rows are as if it were not active. Returns logits, cache, and the verdict, which is
+        ok for rows that are not active.
+        """
+        check_tokens(token, (cache.batch,), self.config.vocab_size)
+        return self._checked.step(params, token, cache, expected, active)
+
+    def checked_prefill(
+        self,
+        params: Params,
+        tokens: jax.Array | np.ndarray,
+        cache: Cache,
+        expected: Expected | None = None,
+        valid: np.ndarray | None = None,
+        logits: str = "last",
+    ) -> tuple[jax.Array, Cache, Verdict]:
+        """As `prefill`, with every call verified like a `checked_step`.
+
+        A row that one call refuses is refused by the later ones too; its verdict has the reasons of
+        the first. Its pages may be too few: that is part of the verdict, and not an error.
+        """
+        check_tokens(tokens, (cache.batch, None), self.config.vocab_size)
+        if any(isinstance(x, jax.core.Tracer) for x in (tokens, cache.length)):
+            raise ValueError("checked_prefill plans its calls on the host: do not trace it")
+        run = self._checked.run(params, expected, cache)
+        chunk, sizes = self.cache_spec.chunk, self.call_sizes
+        out, cache = pieces.drive(run, tokens, valid, cache, chunk, sizes, logits, False)
+        return out, cache, run.verdict
 
     @functools.cached_property
     def _many(self):
@@ -184,7 +246,7 @@ class Decoder:
     ) -> tuple[jax.Array, Cache]:
         """Decodes `steps` tokens in one compiled scan, from token i32[R]: i32[R, steps].
 
-        Raises ValueError where an active row would not fit its capacity.
+        Raises ValueError where an active row would not fit its capacity or its pages.
         """
         check_tokens(token, (cache.batch,), self.config.vocab_size)
         moves = True if active is None else active
@@ -195,6 +257,7 @@ class Decoder:
                     f"{steps=} would not fit: lengths {np.asarray(cache.length)}, capacity "
                     f"{cache.capacity}; make the cache larger or decode fewer steps"
                 )
+            views.check_suffices(cache, np.where(np.asarray(moves), steps, 0))
         key = jax.random.key(0) if key is None else key
         return self._many(params, token, cache, key, active, steps, sampler or Sampler())
 
@@ -228,6 +291,7 @@ class Decoder:
         if np.shape(tokens)[1] < stop:
             raise ValueError(f"replay to {stop} needs that many tokens, got {np.shape(tokens)[1]}")
         rows = np.ones(cache.batch, bool) if rows is None else np.asarray(rows, bool)
+        views.check_holds(cache, stop, rows)
         exact = start == 0 or stop - start >= spec.replay_tokens(stop)
         cache = cache.replace(
             length=jnp.where(rows, start, cache.length),
@@ -240,5 +304,6 @@ class Decoder:
         def run(tokens, count, cache, _, logits):
             return self._call(params, tokens, count, cache, first, logits=logits, replay=True)
 
-        _, cache = pieces.drive(run, part, valid, cache, spec.chunk, self.call_sizes, "none")
+        sizes = self.call_sizes
+        _, cache = pieces.drive(run, part, valid, cache, spec.chunk, sizes, "none", False)
         return cache

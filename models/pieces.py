@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hetero_kv.pages import views
 from hetero_kv.state import Cache
 
 Run = Callable[..., tuple[jax.Array, Cache]]
@@ -44,12 +45,16 @@ def drive(
     chunk: int,
     sizes: tuple[int, ...],
     logits: str,
+    refuse: bool = True,
 ) -> tuple[jax.Array, Cache]:
-    """Runs `run(tokens, count, cache, first, logits=…)` over all pieces; see `Decoder.prefill`."""
+    """Runs `run(tokens, count, cache, first, logits=…)` over all pieces; see `Decoder.prefill`.
+
+    refuse: refuse rows whose pages do not suffice; False: `run` or the caller sees to them.
+    """
     if logits not in ("all", "last", "none"):
         raise ValueError(f"logits must be 'all', 'last' or 'none', got {logits!r}")
     if any(isinstance(x, jax.core.Tracer) for x in (tokens, valid, cache.length)):
-        return _traced(run, tokens, valid, cache, chunk, logits)
+        return _traced(run, tokens, valid, cache, chunk, logits, refuse)
     tokens = np.asarray(tokens, np.int32)
     rows, size = tokens.shape
     valid = np.full(rows, size) if valid is None else np.asarray(valid, np.int64)
@@ -61,6 +66,8 @@ def drive(
             f"prefill would not fit: length {length} + {valid} tokens > capacity "
             f"{cache.capacity}; make the cache larger"
         )
+    if refuse:
+        views.check_suffices(cache, valid)
     out = _Logits(rows, size, logits)
     first = np.zeros(rows, np.int32)
     calls = plan(length, valid, chunk)
@@ -113,12 +120,16 @@ def _traced(
     cache: Cache,
     chunk: int,
     logits: str,
+    refuse: bool,
 ) -> tuple[jax.Array, Cache]:
     """The same split inside a trace, where lengths are unknown: as many calls as can be needed."""
     rows, size = tokens.shape
     tokens = jnp.asarray(tokens, jnp.int32)
     valid = jnp.full(rows, size, jnp.int32) if valid is None else jnp.asarray(valid, jnp.int32)
-    valid = jnp.where(cache.length + valid <= cache.capacity, valid, 0)
+    fits = cache.length + valid <= cache.capacity
+    if refuse:
+        fits &= views.suffices(cache, cache.length, cache.length + valid)
+    valid = jnp.where(fits, valid, 0)
     first, batch = jnp.zeros(rows, jnp.int32), jnp.arange(rows)[:, None]
     column = jnp.arange(chunk, dtype=jnp.int32)
 

@@ -10,6 +10,7 @@ from hetero_kv.attention import rope
 from hetero_kv.attention.call import Call, Train, View
 from hetero_kv.attention.norm import rms_norm
 from hetero_kv.contract import Segment
+from hetero_kv.pages import views
 from hetero_kv.params import Params, ParamSpec, ParamTree
 from hetero_kv.state import Cache
 from models.layers import Layer
@@ -167,7 +168,7 @@ class Stack:
     ) -> tuple[jax.Array, Cache]:
         """All layers over tokens i32[R, S]; lengths are left to the caller."""
         x = self._embed(params, tokens)
-        new = []
+        new, tables = [], views.tables(cache)
         for s, group in enumerate(self.groups):
             weights, leaves = params["segments"][str(s)], cache.layers[s]
 
@@ -179,9 +180,10 @@ class Stack:
             ) -> tuple:
                 x, leaves = carry[0], list(carry[1])
                 for i, layer in enumerate(group.layers):
-                    view = View(leaves[i], layer_index)
+                    held = views.wrap(leaves[i], layer.attention.spec(), tables)
+                    view = View(held, layer_index)
                     x, view = layer.step(weights[str(i)], x, tokens, view, call, decode)
-                    leaves[i] = view.leaves
+                    leaves[i] = views.unwrap(view.leaves)
                 return x, tuple(leaves)
 
             if group.repeats == 1:
@@ -194,7 +196,10 @@ class Stack:
                 index = jnp.arange(group.repeats, dtype=jnp.int32)
                 (x, leaves), _ = jax.lax.scan(scanned, (x, leaves), (index, weights))
             new.append(leaves)
-        return x, cache.replace(layers=tuple(new))
+        cache = cache.replace(layers=tuple(new))
+        # A replay writes no History.
+        stop = jnp.where(call.replay, call.start, call.stop)
+        return x, views.wrote(cache, call.start, stop, tokens.shape[1], tables)
 
     def call(
         self,
@@ -205,14 +210,21 @@ class Stack:
         first: jax.Array,
         logits: str,
         replay: bool | jax.Array,
+        verified: bool = False,
     ) -> tuple[jax.Array, Cache]:
         """One prefill call: the first i32[R] `count` columns of tokens i32[R, S] run.
 
         logits: "all" → f32[R, S, V], "last" → f32[R, V] at each row's last token that runs,
-        "none" → f32[R, 0]. first: window rows of earlier positions are absent (replay).
+        "none" → f32[R, 0]. first: window rows of earlier positions are absent (replay). verified:
+        the caller has seen to it that the pages of rows that run suffice.
         """
         start = cache.length
-        count = jnp.where(start + count <= cache.capacity, count, 0)  # refused: nothing is written
+        fits = start + count <= cache.capacity
+        if cache.pages is not None and not verified:
+            first_new = jnp.where(replay, start + count, start)  # a replay writes no History
+            fits &= views.suffices(cache, first_new, start + count)
+        refused = ~fits & (count > 0)
+        count = jnp.where(fits, count, 0)  # refused: nothing is written
         positions = start[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         call = Call(start, count, positions, self._tables(positions), first, replay)
         x, cache = self._run(params, tokens, cache, call, False)
@@ -226,18 +238,29 @@ class Stack:
         if logits == "last":
             last = jnp.maximum(count - 1, 0).reshape((-1,) + (1,) * (x.ndim - 1))
             x = jnp.take_along_axis(x, last, axis=1)[:, 0]
-        return self._head(params, x), cache
+        out = self._head(params, x)
+        if cache.pages is not None:
+            out = jnp.where(refused.reshape((-1,) + (1,) * (out.ndim - 1)), jnp.nan, out)
+        return out, cache
 
     def step(
-        self, params: Params, token: jax.Array, cache: Cache, active: jax.Array | None
+        self,
+        params: Params,
+        token: jax.Array,
+        cache: Cache,
+        active: jax.Array | None,
+        verified: bool = False,
     ) -> tuple[jax.Array, Cache]:
         """One decode step: token i32[R] to logits f32[R, V].
 
         Rows that are not `active` (bool[R]; None: all are) do not move. Neither does a row whose
-        cache is full: its logits are NaN (fail closed).
+        cache is full, or whose pages do not suffice: its logits are NaN (fail closed). verified: as
+        in `call`.
         """
         start = cache.length
         fits = start < cache.capacity
+        if cache.pages is not None and not verified:
+            fits &= views.suffices(cache, start, start + 1)
         runs = fits if active is None else active & fits
         tables = self._tables(start[:, None])
         zero = jnp.zeros_like(start)

@@ -47,11 +47,12 @@ class EntryPool:
     ) -> View:
         """Writes i32[R] `count` of entries [R, n, width] from entry `start` on; not in a replay."""
         count = jnp.where(call.replay, 0, count)
-        counter = f"{self.name}_count"
+        counter, stored = f"{self.name}_count", view.leaves[self.name]
+        written = pool.landed(stored, start, entries.shape[1], count)
         return view.update(
             **{
-                self.name: pool.append(view.leaves[self.name], view.layer, start, entries, count),
-                counter: pool.bump(view.leaves[counter], view.layer, count),
+                self.name: pool.append(stored, view.layer, start, entries, count),
+                counter: pool.bump(view.leaves[counter], view.layer, written),
             }
         )
 

@@ -64,7 +64,7 @@ class Indexer:
         self,
         q: jax.Array,
         weights: jax.Array,
-        keys: jax.Array,
+        keys: pool.Pool,
         layer: int | jax.Array,
         visible: jax.Array,
         tiles: jax.Array,
@@ -72,8 +72,8 @@ class Indexer:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Order keys u32[R, S, N] of a call's queries and the thresholds of their top k.
 
-        keys: the pool [L, R, N, dim]; visible: i32[R, S] entries visible to each query; the first
-        `tiles` tiles of `size` entries are read.
+        keys: the pool, N entries a row; visible: i32[R, S] entries visible to each query; the
+        first `tiles` tiles of `size` entries are read.
         """
 
         def body(t: jax.Array, out: jax.Array) -> jax.Array:
@@ -82,11 +82,12 @@ class Indexer:
             part = selection.order_keys(part, index < visible[..., None])
             return jax.lax.dynamic_update_slice_in_dim(out, part, t * size, axis=2)
 
-        empty = jnp.zeros((*q.shape[:2], keys.shape[2]), jnp.uint32)
+        rows = pool.rows(keys)
+        empty = jnp.zeros((*q.shape[:2], rows), jnp.uint32)
         order = jax.lax.fori_loop(0, tiles, body, empty)
         everything = (
             jnp.zeros(visible.shape, jnp.uint32),
-            jnp.full(visible.shape, keys.shape[2], jnp.int32),
+            jnp.full(visible.shape, rows, jnp.int32),
         )
         low, cut = when(
             jnp.max(visible) > self.topk,
@@ -99,7 +100,7 @@ class Indexer:
         self,
         q: jax.Array,
         weights: jax.Array,
-        keys: jax.Array,
+        keys: pool.Pool,
         layer: int | jax.Array,
         visible: jax.Array,
         size: int,
@@ -108,7 +109,7 @@ class Indexer:
 
         q [R, 1, heads, dim]; visible i32[R].
         """
-        rows = keys.shape[2]
+        rows = pool.rows(keys)
 
         def body(t: jax.Array, out: jax.Array) -> jax.Array:
             part = self.scores(q, weights, pool.tile(keys, layer, t, size))[:, 0]

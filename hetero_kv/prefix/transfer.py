@@ -14,6 +14,8 @@ import numpy as np
 
 from hetero_kv import state, validate
 from hetero_kv.contract import CacheSpec, Evidence, History
+from hetero_kv.pages.validate import check as check_pages
+from hetero_kv.prefix import transfer_pages
 from hetero_kv.prefix.payload import ArrayPayload, Section, checkpoint_layout, history_layout
 from hetero_kv.state import Cache
 
@@ -136,6 +138,10 @@ class Transfer:
     # -- traced ----------------------------------------------------------------------------------
 
     def _traced_inspect(self, cache: Cache, row: jax.Array):
+        if cache.pages is not None:
+            checked = check_pages(self.spec, cache)
+            verdict = validate.Verdict(checked.bits[row][None], checked.ok[row][None])
+            return cache.length[row], cache.grid_length[row], verdict
         one = _row_of(cache, row)
         return one.length[0], one.grid_length[0], validate.evidence(self.spec, one)
 
@@ -145,6 +151,9 @@ class Transfer:
         found = {}
         for i, slot in enumerate(self.history):
             leaf = cache.leaf(slot)
+            if cache.pages is not None:
+                found[slot.path] = transfer_pages.read(cache, slot, row, starts[i], sizes[i])
+                continue
             begin = (0, row, starts[i], *[0] * len(slot.leaf.width))
             shape = (slot.repeats, 1, sizes[i], *slot.leaf.width)
             found[slot.path] = jax.lax.dynamic_slice(leaf, begin, shape)[:, 0]
@@ -169,15 +178,22 @@ class Transfer:
         """The cache with row `row` standing at `length`; only the given leaves are written.
 
         Evidence is reset first, so what is not restored (windows and tails before a replay)
-        vouches for nothing. The cache is donated.
+        vouches for nothing. A row whose pages cannot hold `length` starts over at 0. The cache is
+        donated.
         """
         cache = state.reset_row(self.spec, cache, row)
+        takes = None
+        if cache.pages is not None:
+            takes = transfer_pages.takes(cache, row, length)
+            length, grid_length = (jnp.where(takes, x, 0) for x in (length, grid_length))
         cache = self._traced_overwrite(cache, row, length, history)
         changed = {}
         for section in self.checkpoint_layout.sections:
             if section.slot.path in checkpoint:
                 leaf = cache.leaf(section.slot)
                 value = checkpoint[section.slot.path][:, None]
+                if takes is not None:
+                    value = jnp.where(takes, value, leaf[:, row][:, None])
                 changed[section.slot] = jax.lax.dynamic_update_slice(
                     leaf, value, (0, row, *[0] * (leaf.ndim - 2))
                 )
@@ -203,13 +219,21 @@ class Transfer:
             leaf, contract = cache.leaf(slot), slot.leaf.contract
             if slot.path in history:
                 count = contract.count(length)
-                changed[slot] = _write_entries(leaf, row, history[slot.path], count)
+                if cache.pages is None:
+                    changed[slot] = _write_entries(leaf, row, history[slot.path], count)
+                else:
+                    changed[slot] = transfer_pages.write(
+                        cache, slot, row, history[slot.path], count
+                    )
             elif isinstance(contract, Evidence):
                 if contract.kind == "count":
                     count = validate.owner(self.spec, slot).leaf.contract.count(length)
                     changed[slot] = leaf.at[:, row].set(count)
             elif slot.leaf.component in zeroed:
+                if cache.pages is not None and isinstance(contract, History):
+                    raise ValueError("pages are never cleared: use a contiguous cache")
                 changed[slot] = leaf.at[:, row].set(0)
+        cache = cache if cache.pages is None else transfer_pages.counted(cache, row, length)
         return cache.with_leaves(changed).replace(
             length=cache.length.at[row].set(length),
             grid_length=cache.grid_length.at[row].set(length),
