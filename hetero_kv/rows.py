@@ -56,6 +56,7 @@ class Model(Protocol):
 class Ask(NamedTuple):
     """What a decode call shall do for every row."""
 
+    length: np.ndarray  # i32[R], where each row stands by the host's books
     token: np.ndarray  # i32[R], the token to feed first
     index: np.ndarray  # i32[R], the number of the token that comes out first
     budget: np.ndarray  # i32[R], tokens to make at most; 0: the row does not move
@@ -191,13 +192,13 @@ class Rows:
         replay: bool = False,
         check: bool = True,
     ) -> tuple[jax.Array, Cache, jax.Array]:
-        """One call from `start`, where the row stands, towards `stop`; see `piece`.
+        """One call from `start`, where the row must stand, towards `stop`; see `piece`.
 
         tokens: i32[n], the whole prompt. first: see `Call.first`.
 
         Returns logits f32[1, V], or f32[1, columns, V] with `keep_prompt_logits`, the cache, and
         the verdict u32[components] on the row as it was before: unless 0 it did not move. With
-        check = False, and in a replay, there is no verdict.
+        check = False, and in a replay, only the length is verified.
         """
         count, columns = self.piece(start, stop)
         part = np.zeros((1, columns), np.int32)
@@ -208,6 +209,7 @@ class Rows:
             self._row(cache, row),
             part,
             np.array([count], np.int32),
+            np.int32(start),
             np.array([first], np.int32),
             np.bool_(replay),
             np.bool_(check and not replay),
@@ -252,6 +254,7 @@ class Rows:
         row: jax.Array,
         tokens: jax.Array,
         count: jax.Array,
+        start: jax.Array,
         first: jax.Array,
         replay: jax.Array,
         check: jax.Array,
@@ -262,6 +265,7 @@ class Rows:
         bits = jnp.zeros(len(self.components), jnp.uint32)
         if self.check:
             bits = jnp.where(check, validate.evidence(self.spec, one).bits[0], bits)
+        bits = bits.at[-1].set(bits[-1] | _wrong_length(one.length[0] != start))
         count = jnp.where(jnp.all(bits == 0), count, 0)
         kind = "all" if self.keep_prompt_logits else "last"
         logits, one = self.model.stack.call(
@@ -276,6 +280,8 @@ class Rows:
         bits = jnp.zeros((rows, len(self.components)), jnp.uint32)
         if self.check:
             bits = validate.evidence(self.spec, cache, rows=ask.budget > 0).bits
+        lost = (ask.budget > 0) & (cache.length != ask.length)
+        bits = bits.at[:, -1].set(bits[:, -1] | _wrong_length(lost))
         budget = jnp.where(jnp.all(bits == 0, axis=-1), ask.budget, 0)
 
         def active(i: jax.Array, done: jax.Array) -> jax.Array:
@@ -402,6 +408,10 @@ def _error(a: jax.Array, b: jax.Array) -> jax.Array:
     finite = jnp.isfinite(a) & jnp.isfinite(b)
     least = jnp.finfo(jnp.float32).tiny  # 0.0 and -0.0 differ too
     return jnp.where(same & finite, 0.0, jnp.where(same, jnp.inf, jnp.maximum(error, least)))
+
+
+def _wrong_length(wrong: jax.Array) -> jax.Array:
+    return jnp.where(wrong, jnp.uint32(validate.LENGTH), jnp.uint32(0))
 
 
 def _batch(cache: Cache, *_: object) -> str:
