@@ -63,7 +63,9 @@ class Schedule:
     def act(self) -> None:
         """One thing happens."""
         made, rng = self.made, self.rng
-        what = rng.choice(["submit"] * 4 + ["step"] * 9 + ["cancel", "preempt", "bad", "store"] + ["row"])
+        what = rng.choice(
+            ["submit"] * 4 + ["step"] * 9 + ["cancel", "preempt", "bad", "store"] + ["row"]
+        )
         if what == "submit":
             number = int(rng.integers(REQUESTS))
             base = world.request(number)
@@ -100,7 +102,7 @@ class Schedule:
 
     def run(self) -> dict[str, int]:
         """The whole history; how many requests ended in which way."""
-        for _ in range(45):
+        for _ in range(90):
             self.act()
         if self.bad is not None:
             self.bad.failing.clear()

@@ -47,7 +47,7 @@ def model(name: str = "small") -> tuple[Decoder, Params]:
 
 
 @functools.cache
-def rows(name: str = "small", slots: int = SLOTS, check: bool = True) -> Rows:
+def rows(name: str, slots: int, check: bool, poison: bool) -> Rows:
     """Compiled functions, for OPTIONS."""
     return Rows(
         model(name)[0],
@@ -55,7 +55,7 @@ def rows(name: str = "small", slots: int = SLOTS, check: bool = True) -> Rows:
         capacity=CAPACITY,
         burst=BURST,
         keep_logits=True,
-        poison=True,
+        poison=poison,
         check=check,
         strict=True,
     )
@@ -89,6 +89,7 @@ def engine(
 ) -> Engine:
     """An engine; `options` as in Options."""
     made, params = model(name)
+    options = dataclasses.replace(OPTIONS, **options)
     return Engine(
         made,
         params,
@@ -96,8 +97,8 @@ def engine(
         slots=slots,
         capacity=CAPACITY,
         reuse=reuse,
-        options=dataclasses.replace(OPTIONS, **options),
-        rows=rows(name, slots, reuse != "hash_only"),
+        options=options,
+        rows=rows(name, slots, reuse != "hash_only", options.debug_poison),
     )
 
 
