@@ -180,3 +180,7 @@ class Endings:
             for entry in self.scheduler.prefilling():
                 if entry.run.reused:
                     self._start_over(entry, "reuse is off")
+            for entry in self.scheduler.waiting:
+                if entry.saved and entry.saved.status == PREFILL and entry.run.reused:
+                    self._drop_saved(entry)
+                    self._discard(entry)

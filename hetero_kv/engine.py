@@ -219,13 +219,11 @@ class Engine(Endings):
     # -- admission -----------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        if not self.scheduler.waiting:
-            return
         now, may = self.now(), self.options.preempt != NEVER
+        if not self.scheduler.has_room(may):
+            return
         for entry in self.scheduler.arrived(now):
             if self.scheduler.place(entry, may) is None:
-                if not may:
-                    return
                 continue
             if not self.reuser.ready(entry, now):
                 continue
@@ -359,6 +357,7 @@ class Engine(Endings):
             token=np.zeros(rows, np.int32),
             index=np.zeros(rows, np.int32),
             budget=np.zeros(rows, np.int32),
+            check=np.ones(rows, bool),
             forced=np.zeros((rows, burst), np.int32),
             known=np.zeros(rows, np.int32),
             stops=np.full((rows, self.rows.max_stops), -1, np.int32),
@@ -376,6 +375,7 @@ class Engine(Endings):
             ask.token[r] = entry.emitted[at - 1]
             ask.index[r] = at
             ask.budget[r] = entry.request.max_new_tokens - at
+            ask.check[r] = not entry.run.approximate
             ask.forced[r, : len(again)] = again
             ask.known[r] = len(again)
             ask.stops[r, : len(entry.request.stop)] = entry.request.stop

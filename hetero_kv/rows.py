@@ -60,6 +60,7 @@ class Ask(NamedTuple):
     token: np.ndarray  # i32[R], the token to feed first
     index: np.ndarray  # i32[R], the number of the token that comes out first
     budget: np.ndarray  # i32[R], tokens to make at most; 0: the row does not move
+    check: np.ndarray  # bool[R], False: only its length is verified (approximate replays)
     forced: np.ndarray  # i32[R, burst], tokens that are known already (decoded once before)
     known: np.ndarray  # i32[R], how many of them
     stops: np.ndarray  # i32[R, max_stops], token ids that end a row; -1: none
@@ -279,7 +280,7 @@ class Rows:
         rows, vocab = cache.batch, self._vocab(params, cache)
         bits = jnp.zeros((rows, len(self.components)), jnp.uint32)
         if self.check:
-            bits = validate.evidence(self.spec, cache, rows=ask.budget > 0).bits
+            bits = validate.evidence(self.spec, cache, rows=(ask.budget > 0) & ask.check).bits
         lost = (ask.budget > 0) & (cache.length != ask.length)
         bits = bits.at[:, -1].set(bits[:, -1] | _wrong_length(lost))
         budget = jnp.where(jnp.all(bits == 0, axis=-1), ask.budget, 0)

@@ -139,6 +139,13 @@ class Scheduler:
         """When the next waiting entry arrives or has arrived."""
         return min((x.arrival for x in self.waiting), default=None)
 
+    def has_room(self, may_preempt: bool) -> bool:
+        """Whether `place` can find a slot for anybody who waits; quick where it cannot."""
+        if not self.waiting or None in self.slots:
+            return bool(self.waiting)
+        highest = max(x.request.priority for x in self.waiting)
+        return may_preempt and any(x.request.priority < highest for x in self.active())
+
     def place(self, entry: Entry, may_preempt: bool) -> tuple[int, Entry | None] | None:
         """A slot for an entry, and who must leave it; None: there is none for it now.
 

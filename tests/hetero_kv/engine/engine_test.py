@@ -181,6 +181,18 @@ def test_exact_replay_and_its_ledger() -> None:
     world.settled(made)
 
 
+def test_approximate_replay_says_so_and_is_not_audited() -> None:
+    store = world.store(policy="bounded:8")
+    made = world.engine("validated", store=store, audit_share=1.0)
+    for _ in range(2):
+        results = serve(made, (1, 3, 5, 7))
+    assert all(x.status == FINISHED for x in results.values())
+    resumed = [x for x in results.values() if x.resumable_length]
+    assert resumed and any(x.approximate for x in resumed)
+    assert not made.breaker.failed and not world.count(made, "verdicts_total")
+    world.settled(made)
+
+
 def test_shadow_of_an_exact_replay() -> None:
     store = world.store(policy="zero")
     made = world.engine("shadow", store=store)

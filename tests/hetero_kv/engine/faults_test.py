@@ -1,7 +1,10 @@
 """What goes wrong in a store, a row or a call: cold answers, counters, reasons, no wrong tokens."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from hetero_kv import Request
@@ -82,6 +85,30 @@ def test_the_noise_floor_and_the_number_of_failures() -> None:
     assert made.reuser.on
     list(made.generate([world.request(NUMBER)]))
     assert not made.reuser.on
+
+
+def test_what_was_resumed_but_not_answered_starts_over_when_reuse_goes_off() -> None:
+    """Also where its state is saved on the host."""
+    made = warmed(audit_share=1.0)
+    tamper(made, "csa entries")
+    rng = np.random.default_rng(0)
+    more = [np.append(world.request(NUMBER).tokens[:40], rng.integers(0, 61, 20)) for _ in "ab"]
+    first = made.submit(world.request(NUMBER))
+    handles = [made.submit(Request(x, 3)) for x in more]
+    made._admit()
+    assert all(x.run.reused for x in made.scheduler.active())
+    made.preempt(handles[1], save=True)
+    made.options = dataclasses.replace(made.options, preempt="never", chunks_per_step=1)
+    blocked = [made.submit(Request(world.request(NUMBER).tokens, 20, priority=1)) for _ in "ab"]
+    world.drain(made)
+    assert made.breaker.open
+    for handle, tokens in zip(handles, more, strict=True):
+        result = made.result(handle)
+        (want,) = world.engine().generate([Request(tokens, 3)])
+        if result.reused_length == 0:
+            assert result.logits.tobytes() == want.logits.tobytes()
+    assert made.result(first) and all(made.result(x) for x in blocked)
+    world.settled(made)
 
 
 @pytest.mark.parametrize("component", COMPONENTS)
@@ -285,8 +312,6 @@ def test_a_closed_store_is_no_store() -> None:
 
 def test_other_weights_are_never_mixed_in() -> None:
     """The epoch changes while a request runs: what it computes is not published (E1)."""
-    import dataclasses
-
     made = world.engine("validated", store=world.store())
     tokens = world.request(NUMBER).tokens
     handle = made.submit(world.request(NUMBER))

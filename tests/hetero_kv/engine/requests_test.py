@@ -162,6 +162,15 @@ def test_a_tenant_cannot_take_all_slots() -> None:
     world.drain(made)
 
 
+def test_a_tenant_at_its_cap_holds_no_other_up() -> None:
+    made = world.engine(tenant_slots=1, preempt="never")
+    for tenant in "aab":
+        made.submit(Request(TOKENS, 8, tenant=tenant))
+    made.step()
+    assert [x.request.tenant for x in made.scheduler.active()] == ["a", "b"]
+    world.drain(made)
+
+
 def test_stop_tokens_end_an_answer_anywhere_in_a_burst() -> None:
     tokens = world.request(1).tokens
     (free,) = world.engine().generate([Request(tokens, 12, sampling=Sampling(1.0, seed=4))])
