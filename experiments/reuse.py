@@ -72,7 +72,7 @@ def run_cell(
     store_bytes = int(
         capacity * published_bytes(model, scenario.documents, scenario.document_tokens)
     )
-    room = len(requests[0].prompt) + scenario.answer_tokens
+    room = len(requests[0].prompt) + 1 + scenario.answer_tokens
     arms = {
         mode: Arm(model, params, mode, store_bytes, config.policy, room)
         for mode in dict.fromkeys(("off", *config.modes))

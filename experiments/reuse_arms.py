@@ -2,17 +2,17 @@
 
 import dataclasses
 import functools
-import time
 
-import jax
 import numpy as np
 
+import hetero_kv
 from experiments.reuse_requests import Request
-from hetero_kv import state
+from hetero_kv import Engine, Options
 from hetero_kv.params import Params
 from hetero_kv.prefix.baseline import HashOnlyStore
 from hetero_kv.prefix.identity import Identity
 from hetero_kv.prefix.store import PrefixStore
+from hetero_kv.requests import FINISHED
 from models import Decoder
 
 
@@ -33,7 +33,7 @@ class Served:
 
 
 class Arm:
-    """Serves requests one after another in one slot, as a server with a single slot would.
+    """Serves requests one after another through an engine with a single slot.
 
     The slot is never cleaned between requests: what the last one left is what `hash_only` finds.
     """
@@ -47,77 +47,43 @@ class Arm:
         policy: str,
         capacity: int,
     ):
-        self.model, self.params, self.mode = model, params, mode
-        self.cache = model.init_cache(batch=1, capacity=capacity)
-        self.store = None
+        self.store, reuse = None, mode.removesuffix("_zeroed")
         if mode != "off":
             identity = Identity.of(model.cache_spec, params, model.config, batch=1)
-            make = functools.partial(
-                PrefixStore, model.cache_spec, identity, host_bytes=store_bytes
-            )
-            if mode == "validated":
-                self.store = make(policy=policy)
-            else:
+            make = functools.partial(PrefixStore, policy=policy)
+            if reuse == "hash_only":
                 kind = "zeroed" if mode.endswith("zeroed") else "stale"
-                self.store = HashOnlyStore(
-                    model.cache_spec, identity, host_bytes=store_bytes, kind=kind
-                )
-        self._reset = jax.jit(
-            functools.partial(state.reset_row, model.cache_spec), donate_argnames=("cache",)
+                make = functools.partial(HashOnlyStore, kind=kind)
+            self.store = make(model.cache_spec, identity, host_bytes=store_bytes)
+        self.engine = Engine(
+            model,
+            params,
+            store=self.store,
+            slots=1,
+            capacity=capacity,
+            reuse=reuse,
+            options=Options(keep_prompt_logits=True),
         )
 
     def serve(self, request: Request, question_tokens: int, answer_tokens: int) -> Served:
-        """Runs one request; measures until the logits of its last prompt token are there."""
-        prompt, size = request.prompt, len(request.prompt)
-        begin = time.perf_counter()
-        if self.store is None:
-            self.cache = self._reset(cache=self.cache, row=0)
-            logits, answered = self._prefill(prompt, 0, ()), (0, 0, 0, ())
-        else:
-            with self.store.lookup(prompt) as lease:
-                self.cache = self.store.restore(lease, self.cache)
-                start, replay = lease.resumable_length, lease.replay
-                replayed = replay[1] - replay[0] if replay else 0
-                if replay:
-                    self.cache = self.model.replay(self.params, prompt[None], self.cache, *replay)
-                points = () if self.mode.startswith("hash_only") else lease.checkpoint_points
-                logits = self._prefill(prompt, start, points)
-                reasons = tuple(f"{r.component}: {r.code}" for r in lease.reasons)
-                answered = (lease.candidate_length, start, replayed, reasons)
-        logits = np.asarray(logits)[0, -question_tokens:]
-        first_token = time.perf_counter() - begin
-        if self.store is not None:
-            self.store.publish(prompt, self.cache)
-        answer = logits.argmax(-1).astype(np.int32)
-        if answer_tokens:
-            more, self.cache = self.model.decode_many(
-                self.params, answer[-1:], self.cache, answer_tokens
-            )
-            answer = np.concatenate([answer, np.asarray(more)[0]])
-        candidate, start, replayed, reasons = answered
+        """Runs one request; its time ends when the logits of its last prompt token are there."""
+        ask = hetero_kv.Request(request.prompt, 1 + answer_tokens)
+        (result,) = self.engine.generate([ask])
+        if result.status != FINISHED:
+            raise RuntimeError(f"the request has {result.status}: {result.why}")
+        logits = result.prompt_logits[-question_tokens:]
         return Served(
-            prompt_tokens=size,
-            candidate=candidate,
-            resumable=start,
-            reused=start - replayed,
-            replayed=replayed,
-            computed=size - start,
-            first_token_s=first_token,
-            answer=answer,
+            prompt_tokens=len(request.prompt),
+            candidate=result.candidate_length,
+            resumable=result.resumable_length,
+            reused=result.reused_length,
+            replayed=result.replayed_length,
+            computed=result.computed_length,
+            first_token_s=result.first_token_s,
+            answer=np.concatenate([logits[:-1].argmax(-1).astype(np.int32), result.tokens]),
             logits=logits,
-            reasons=reasons,
+            reasons=tuple(f"{r.component}: {r.code}" for r in result.reasons),
         )
-
-    def _prefill(self, prompt: np.ndarray, start: int, points: tuple[int, ...]) -> jax.Array:
-        """Prefills from `start`, ending a call at every checkpoint point to publish there."""
-        stops = [p for p in points if start < p < len(prompt)]
-        for stop in stops:
-            part = prompt[None, start:stop]
-            _, self.cache = self.model.prefill(self.params, part, self.cache, logits="none")
-            self.store.publish(prompt, self.cache, points=points)
-            start = stop
-        logits, self.cache = self.model.prefill(self.params, prompt[None, start:], self.cache)
-        return logits
 
     def close(self) -> dict[str, int]:
         """Frees the store; its counters."""

@@ -17,7 +17,7 @@ from hetero_kv.pages.validate import Expected
 from hetero_kv.params import Params, ParamTree
 from hetero_kv.state import Cache
 from hetero_kv.validate import Verdict
-from models import checked, pieces, schedule
+from models import checked, pieces, schedule, speculative
 from models.checks import check_config, check_tokens
 from models.config import DecoderConfig
 from models.layers import layer
@@ -260,6 +260,35 @@ class Decoder:
             views.check_suffices(cache, np.where(np.asarray(moves), steps, 0))
         key = jax.random.key(0) if key is None else key
         return self._many(params, token, cache, key, active, steps, sampler or Sampler())
+
+    @functools.cached_property
+    def _drafts(self) -> speculative.Drafts:
+        return speculative.Drafts(self)
+
+    @property
+    def rewind_budget(self) -> int:
+        """Tokens that a draft may have, and so by which a cache can be rewound."""
+        return self.config.chunk
+
+    def verify(
+        self, params: Params, tokens: np.ndarray, cache: Cache, active: np.ndarray | None = None
+    ) -> tuple[jax.Array, speculative.Draft]:
+        """Runs drafted tokens i32[R, d] in one call: logits f32[R, d, V] and what to accept from.
+
+        The cache is donated; `accept` gives it back. Rows that are not `active` do not move, and
+        their logits mean nothing. Raises ValueError for d beyond `rewind_budget`, or where an
+        active row would not fit its capacity.
+        """
+        check_tokens(tokens, (cache.batch, None), self.config.vocab_size)
+        return self._drafts.verify(params, tokens, cache, active)
+
+    def accept(self, params: Params, draft: speculative.Draft, count: np.ndarray) -> Cache:
+        """The cache after the first i32[R] `count` drafted tokens of each row, 0 <= count <= d.
+
+        Its state is bit for bit that of a cache for which only these had been drafted. It is not
+        published: `grid_length` stays. A draft is accepted from once.
+        """
+        return self._drafts.accept(params, draft, count)
 
     def replay(
         self,

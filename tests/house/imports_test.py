@@ -14,8 +14,10 @@ LAYERS = (
     ("contract", "params", "metrics", "kernels"),
     ("state",),
     ("attention", "pages", "validate"),
-    ("prefix", "accounting"),
-    ("engine", "scheduler", "audit", "faults"),
+    ("prefix", "accounting", "requests", "guard", "options"),
+    ("sampling",),
+    ("rows",),
+    ("engine", "engine_metrics", "scheduler", "audit", "faults", "reusing", "endings"),
     ("__init__",),
 )
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}

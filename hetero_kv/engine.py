@@ -1,0 +1,421 @@
+"""Engine: many requests at once over the slots of one cache, with reuse of prefixes (DESIGN §6)."""
+
+import math
+from collections.abc import Iterable, Iterator
+
+import jax
+import numpy as np
+
+from hetero_kv import engine_metrics, requests, sampling
+from hetero_kv.audit import Breaker, last_logits
+from hetero_kv.endings import Endings
+from hetero_kv.guard import LeakedShape
+from hetero_kv.metrics import Snapshot
+from hetero_kv.options import NEVER, SAVE, Options
+from hetero_kv.params import Params
+from hetero_kv.prefix.store import PrefixStore
+from hetero_kv.requests import (
+    ADMITTED,
+    CANCELLED,
+    DECODE,
+    FINAL,
+    FINISHED,
+    PREFILL,
+    REFUSED,
+    TOKEN,
+    Event,
+    Handle,
+    Request,
+    Result,
+    Sampling,
+)
+from hetero_kv.reusing import HASH_ONLY, SHADOW, CacheLost, Reuser
+from hetero_kv.rows import Ask, Model, Rows, Told
+from hetero_kv.scheduler import Entry, Scheduler
+
+IDLE_SECONDS = 1e-3
+
+
+class Engine(Endings):
+    """Continuous batching: prompts run in chunks, between decode steps of all running rows.
+
+    Tokens and logits of a request depend, for a given number of slots, on that request alone: not
+    on batch mates, slot, arrival, reuse or preemption (bitwise, in float32).
+
+    Args:
+        model: a decoder; see `rows.Model`.
+        params: its weights.
+        store: for every mode but "off"; its identity says batch=1. "hash_only" takes a
+            HashOnlyStore.
+        slots: requests that run at a time. capacity: tokens per slot, answer included.
+        reuse: "off"; "hash_only": a hash hit is reused as it is; "validated"; "shadow": lookups,
+            plans and restores run for real, but every answer comes from the cold path, and both
+            are compared.
+        options: see Options.
+        rows: compiled functions of another engine of the same model, sizes and options.
+
+    Not thread-safe. Everything but `generate` returns at once; `step` does the work.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        params: Params,
+        *,
+        store: PrefixStore | None = None,
+        slots: int = 8,
+        capacity: int,
+        reuse: str = "validated",
+        options: Options | None = None,
+        rows: Rows | None = None,
+    ):
+        self.options = options = options or Options()
+        sizes = dict(
+            slots=slots,
+            capacity=capacity,
+            burst=options.burst,
+            max_stops=options.max_stops,
+            keep_logits=options.keep_logits,
+            keep_prompt_logits=options.keep_prompt_logits,
+            check=reuse != HASH_ONLY,
+            poison=options.debug_poison,
+        )
+        self.rows = rows or Rows(model, strict=options.strict, **sizes)
+        other = {x for x, value in sizes.items() if getattr(self.rows, x) != value}
+        if other or self.rows.model is not model:
+            raise ValueError(f"rows= were made for another model or other {sorted(other)}")
+        self.params = params
+        self.store = store
+        self.counters = engine_metrics.counters()
+        self.breaker = Breaker(options.audit_failures)
+        self.reuser = Reuser(
+            self.rows,
+            params,
+            reuse,
+            store,
+            self.counters,
+            share=options.shadow_share if reuse == SHADOW else options.audit_share,
+            floor=options.noise_floor,
+            breaker=self.breaker,
+            flight_timeout=options.flight_timeout,
+            max_audits=options.max_audits,
+            seed=options.seed,
+        )
+        self.scheduler = Scheduler(slots, options.max_waiting, options.tenant_slots)
+        self.cache = self.rows.new()
+        self._vocab = model.stack.vocab
+        self._entries: dict[Handle, Entry] = {}
+        self._results: dict[Handle, Result] = {}
+        self._events: list[Event] = []
+        self._submitted = 0
+        self._saved_bytes = 0
+        self._first_token = engine_metrics.first_token_histogram(self.counters)
+
+    # -- for whoever has requests --------------------------------------------------------------
+
+    def submit(self, request: Request) -> Handle:
+        """Takes a request in. One that cannot be served is refused: its result says why."""
+        handle = Handle(self._submitted)
+        self._submitted += 1
+        self.counters.add("requests_total")
+        now = self.now()
+        arrival = now if request.arrival is None else max(request.arrival, now)
+        try:
+            rows = self.rows
+            why = requests.problem(request, self._vocab, rows.capacity, rows.max_stops)
+            prompt = np.array(request.tokens, np.int32) if not why else np.zeros(0, np.int32)
+        except (TypeError, ValueError) as error:
+            why, prompt = f"the request is malformed: {error}", np.zeros(0, np.int32)
+        if not why and self.scheduler.full:
+            why = f"{len(self.scheduler.waiting)} requests are waiting, the most there may be"
+        entry = Entry(handle, request, prompt, arrival)
+        self._entries[handle] = entry
+        if why:
+            self._end(entry, REFUSED, why)
+        else:
+            self.scheduler.wait(entry)
+        return handle
+
+    def cancel(self, handle: Handle) -> bool:
+        """Ends a request, wherever it is; False: it has ended already."""
+        entry = self._entries.get(handle)
+        if entry is None:
+            return False
+        self._end(entry, CANCELLED, "cancelled")
+        return True
+
+    def preempt(self, handle: Handle, save: bool = True) -> bool:
+        """Sends a running request back to the queue; False: it is not in a slot.
+
+        save: copy its state to the host, and go on there later. Otherwise its prompt runs again
+        (from the store, if that has it), and its tokens are decoded again, never prefilled.
+        """
+        entry = self._entries.get(handle)
+        if entry is None or entry.slot is None:
+            return False
+        self._preempt(entry, save)
+        return True
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do, now or later."""
+        audits = any(x.ready for x in self.reuser.audits.values())
+        return bool(self._entries or self._events or audits)
+
+    def step(self) -> list[Event]:
+        """Admits, runs some prompt chunks and one decode call. What happened, in order."""
+        self.counters.add("steps_total")
+        self._admit()
+        for _ in range(self.options.chunks_per_step):
+            if not self._prefill():
+                break
+        self._decode()
+        if self.reuser.audits and self.reuser.audit():
+            self._judge()
+        events, self._events = self._events, []
+        return events
+
+    def result(self, handle: Handle) -> Result | None:
+        """The result of a request that has ended; it is given out once."""
+        return self._results.pop(handle, None)
+
+    def generate(self, todo: Iterable[Request]) -> Iterator[Result]:
+        """Serves all requests, yielding each result as the request ends."""
+        todo, mine, more = iter(todo), set(), True
+        while more or mine or self.busy:
+            while more and not self.scheduler.full:
+                request = next(todo, None)
+                more = request is not None
+                if more:
+                    mine.add(self.submit(request))
+            events = self.step()
+            for event in events:
+                if event.kind in FINAL and event.handle in mine:
+                    mine.remove(event.handle)
+                    yield self._results.pop(event.handle)
+            if not events and not self.scheduler.active():
+                self._idle()
+
+    def metrics(self) -> Snapshot:
+        """Counters and gauges by name; `engine_metrics.to_text` says what each means."""
+        gauges = {"saved_state_bytes": self._saved_bytes, "reuse_on": int(self.reuser.on)}
+        gauges["unfinished_audits"] = len(self.reuser.audits)
+        return engine_metrics.snapshot(self.counters, self.scheduler, self.rows.guard, gauges)
+
+    def problems(self) -> list[str]:
+        """What is wrong with the books (rules 7 and 14); an empty list: nothing."""
+        found = self.scheduler.problems()
+        placed = {*self.scheduler.active(), *self.scheduler.waiting}
+        if placed != set(self._entries.values()):
+            found.append(f"{len(placed)} entries have a place, {len(self._entries)} exist")
+        saved = sum(x.saved.nbytes for x in placed if x.saved)
+        if saved != self._saved_bytes or saved > self.options.saved_bytes:
+            found.append(f"{saved} bytes are saved, {self._saved_bytes} are booked")
+        audits = self.reuser.audits.values()
+        if any(x.served is None and x.handle not in self._entries for x in audits):
+            found.append("there are audits that can never end")
+        return found + engine_metrics.token_problems(self.counters, placed)
+
+    # -- admission -----------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        now, may = self.now(), self.options.preempt != NEVER
+        if not self.scheduler.has_room(may):
+            return
+        for entry in self.scheduler.arrived(now):
+            if self.scheduler.place(entry, may) is None:
+                continue
+            if not self.reuser.ready(entry, now):
+                continue
+            slot, victim = self.scheduler.place(entry, may)
+            if victim is not None:
+                self._preempt(victim, self.options.preempt == SAVE)
+            self._start(entry, slot)
+
+    def _start(self, entry: Entry, slot: int) -> None:
+        self.scheduler.enter(entry, slot)
+        if entry.saved is not None:
+            saved = self._drop_saved(entry)
+            self.cache = self.rows.put(self.cache, slot, saved.row)
+            entry.status = saved.status
+        else:
+            entry.status = PREFILL
+            try:
+                self.cache = self.reuser.begin(entry, self.cache)
+            except CacheLost as error:
+                self._recover(error, [])
+                return
+        self._emit(Event(ADMITTED, entry.handle))
+
+    # -- prompts -------------------------------------------------------------------------------
+
+    def _prefill(self) -> bool:
+        """One call for the first prompt in order; False: none is left to run."""
+        todo = self.scheduler.prefilling()
+        if not todo:
+            return False
+        entry, run = todo[0], todo[0].run
+        start, stop = run.position, self._stop(entry)
+        first = run.replay[0] if run.replay else 0
+        try:
+            logits, self.cache, bits = self.rows.prefill(
+                self.params,
+                self.cache,
+                entry.slot,
+                entry.prompt,
+                start,
+                stop,
+                first=first,
+                replay=run.replay is not None,
+                check=not run.approximate,
+            )
+        except LeakedShape:
+            raise
+        except Exception as error:
+            self._broke([entry], error)
+            return True
+        return self._prefilled(entry, logits, bits)
+
+    def _stop(self, entry: Entry) -> int:
+        """Where the entry's next call must end at the latest."""
+        run = entry.run
+        if run.replay:
+            return run.replay[1]
+        audit = self.reuser.audits.get(entry.handle)
+        meets = (audit.length,) if audit is not None and audit.shadow else ()
+        ahead = [x for x in (*run.points, *meets) if run.position < x < entry.size]
+        return min(ahead, default=entry.size)
+
+    def _prefilled(self, entry: Entry, logits: jax.Array, bits: jax.Array) -> bool:
+        run = entry.run
+        count, _ = self.rows.piece(run.position, self._stop(entry))
+        run.position += count
+        run.bits.append(bits)
+        if run.replay:
+            run.replayed += count
+        else:
+            run.computed += count
+        how = "replayed" if run.replay else "computed"
+        self.counters.add("prompt_tokens_total", count, how=how)
+        if self.rows.keep_prompt_logits and not run.replay:
+            run.prompt_logits.append(np.asarray(logits)[0, :count])
+        self.reuser.advanced(entry, self.cache, count)
+        if run.position < entry.size:
+            return True
+        bad = np.bitwise_or.reduce(np.array(jax.device_get(run.bits), np.uint32), axis=0)
+        if bad.any():
+            self._refused_by_check([(entry, bad)])
+            return True
+        self._answer(entry, last_logits(logits, count))
+        return True
+
+    def _answer(self, entry: Entry, logits: np.ndarray) -> None:
+        """The prompt has run: its first token."""
+        entry.run.bits.clear()
+        if not np.isfinite(logits).all():
+            self._not_finite([entry])
+            return
+        token = self.rows.pick(logits[None], sampling.stack([entry.request.sampling]))
+        if not entry.emitted:
+            entry.first_token_s = self.now() - entry.arrival
+            self._first_token.observe(entry.first_token_s)
+        self._made(entry, token, logits)
+        self.reuser.finished_prompt(entry, self.cache, logits)
+        entry.status = DECODE
+        self._maybe_finish(entry)
+
+    # -- answers -------------------------------------------------------------------------------
+
+    def _decode(self) -> None:
+        running = self.scheduler.decoding()
+        if not running:
+            return
+        steps = 1 if self.scheduler.prefilling() else self.options.burst
+        try:
+            told, self.cache = self.rows.decode(self.params, self.cache, self._ask(), steps)
+            told = jax.device_get(told)
+        except LeakedShape:
+            raise
+        except Exception as error:
+            self._broke(running, error)
+            return
+        self.counters.add("decode_calls_total")
+        bad = [(x, told.bits[x.slot]) for x in running if told.bits[x.slot].any()]
+        wild = [x for x in running if not told.finite[x.slot]]
+        for entry in running:
+            self._decoded(entry, told)
+        self._refused_by_check(bad)
+        self._not_finite(wild)
+        for entry in running:
+            if entry.slot is not None and entry.status == DECODE:
+                self._maybe_finish(entry)
+
+    def _ask(self) -> Ask:
+        rows, burst = self.rows.slots, self.rows.burst
+        ask = Ask(
+            length=np.zeros(rows, np.int32),
+            token=np.zeros(rows, np.int32),
+            index=np.zeros(rows, np.int32),
+            budget=np.zeros(rows, np.int32),
+            check=np.ones(rows, bool),
+            forced=np.zeros((rows, burst), np.int32),
+            known=np.zeros(rows, np.int32),
+            stops=np.full((rows, self.rows.max_stops), -1, np.int32),
+            choice=sampling.stack(
+                [
+                    x.request.sampling if x is not None and x.status == DECODE else Sampling()
+                    for x in self.scheduler.slots
+                ]
+            ),
+        )
+        for entry in self.scheduler.decoding():
+            r, at = entry.slot, entry.cursor
+            again = entry.emitted[at : at + burst]
+            ask.length[r] = entry.size + at - 1
+            ask.token[r] = entry.emitted[at - 1]
+            ask.index[r] = at
+            ask.budget[r] = entry.request.max_new_tokens - at
+            ask.check[r] = not entry.run.approximate
+            ask.forced[r, : len(again)] = again
+            ask.known[r] = len(again)
+            ask.stops[r, : len(entry.request.stop)] = entry.request.stop
+        return ask
+
+    def _decoded(self, entry: Entry, told: Told) -> None:
+        r = entry.slot
+        for i in range(int(told.ran[r])):
+            logits = told.logits[r, i] if self.rows.keep_logits else None
+            self._made(entry, int(told.tokens[r, i]), logits)
+        self.counters.add("decoded_tokens_total", int(told.ran[r]))
+        if told.differs[r]:
+            self.counters.add("redecode_mismatches_total")
+
+    def _made(self, entry: Entry, token: int, logits: np.ndarray | None) -> None:
+        """Token `cursor` of the answer, perhaps made before."""
+        at = entry.cursor
+        entry.cursor += 1
+        if at < len(entry.emitted):
+            # After a preemption: what was streamed stands.
+            self.counters.add("redecoded_tokens_total")
+            if entry.emitted[at] != token:
+                self.counters.add("redecode_mismatches_total")
+            return
+        entry.emitted.append(token)
+        if self.rows.keep_logits and logits is not None:
+            entry.logits.append(np.array(logits))
+        self._emit(Event(TOKEN, entry.handle, token, at))
+
+    def _maybe_finish(self, entry: Entry) -> None:
+        done = entry.cursor == len(entry.emitted) and (
+            len(entry.emitted) >= entry.request.max_new_tokens
+            or entry.emitted[-1] in entry.request.stop
+        )
+        if done:
+            self._end(entry, FINISHED, "")
+
+    def _idle(self) -> None:
+        """Nothing runs: somebody is yet to arrive, or waits for a flight."""
+        ahead = self.scheduler.next_arrival()
+        left = math.inf if ahead is None else ahead - self.now()
+        if self.scheduler.waiting:
+            self.options.sleep(min(max(left, IDLE_SECONDS), 0.05))

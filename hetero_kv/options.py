@@ -1,0 +1,55 @@
+"""How an engine works."""
+
+import dataclasses
+import time
+from collections.abc import Callable
+
+SAVE, RECOMPUTE, NEVER = "save", "recompute", "never"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """How an engine works; every default will do.
+
+    burst: tokens that one step decodes at most, where no prompt is waiting to be run.
+    chunks_per_step: prefill calls between two decode calls.
+    max_waiting: requests that may wait; more are refused. tenant_slots: slots per tenant.
+    preempt: what happens to requests of lower priority when one of higher finds no slot: "save"
+        copies their state to the host, "recompute" runs them again, "never" lets them go on.
+    saved_bytes: of saved state; a request for which there is no room is recomputed.
+    flight_timeout: seconds to wait for another request that computes the same prefix.
+    audit_share: of requests whose resumed prefix is computed again and compared.
+    shadow_share: the same for reuse="shadow".
+    audit_failures: failed audits after which reuse is off. noise_floor: an error up to it is none;
+        0: the comparison is bitwise. max_audits: unfinished ones at a time.
+    keep_logits, keep_prompt_logits: in results.
+    debug_poison: rows nobody owns are NaN. strict: a second compile of a bucket raises.
+    clock, sleep: seconds.
+    """
+
+    burst: int = 8
+    chunks_per_step: int = 1
+    max_stops: int = 4
+    max_waiting: int = 1024
+    tenant_slots: int | None = None
+    preempt: str = SAVE
+    saved_bytes: int = 1 << 30
+    flight_timeout: float = 30.0
+    audit_share: float = 0.0
+    shadow_share: float = 1.0
+    audit_failures: int = 1
+    noise_floor: float = 0.0
+    max_audits: int = 4
+    keep_logits: bool = False
+    keep_prompt_logits: bool = False
+    debug_poison: bool = False
+    strict: bool = False
+    seed: int = 0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+    def __post_init__(self):
+        if self.preempt not in (SAVE, RECOMPUTE, NEVER):
+            raise ValueError(f"preempt must be save, recompute or never, got {self.preempt!r}")
+        if self.chunks_per_step < 1:
+            raise ValueError(f"chunks_per_step must be >= 1, got {self.chunks_per_step}")

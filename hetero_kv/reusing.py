@@ -1,0 +1,307 @@
+"""How an engine reuses prefixes: lookup, restore, publish, audits; one mode for all requests.
+
+Whatever the store does wrong ends here: the request is then computed cold.
+"""
+
+import random
+
+import jax
+import numpy as np
+
+from hetero_kv.audit import Audit, Breaker, Finding
+from hetero_kv.guard import LeakedShape
+from hetero_kv.metrics import Counters
+from hetero_kv.params import Params
+from hetero_kv.prefix.baseline import HashOnlyStore
+from hetero_kv.prefix.plan import Reason
+from hetero_kv.prefix.store import PrefixStore
+from hetero_kv.requests import Handle
+from hetero_kv.rows import Rows
+from hetero_kv.scheduler import Entry, Run
+from hetero_kv.state import Cache
+
+OFF, HASH_ONLY, VALIDATED, SHADOW = "off", "hash_only", "validated", "shadow"
+MODES = (OFF, HASH_ONLY, VALIDATED, SHADOW)
+WAIT_NO_MORE = 1e-6  # seconds; a store takes any timeout above 0 for "then go ahead"
+
+
+class CacheLost(RuntimeError):
+    """A failed call has taken the donated cache with it."""
+
+
+class Reuser:
+    """The reuse of one engine.
+
+    Args:
+        mode: see MODES.
+        share: of requests that are audited (`validated`, `hash_only`) or shadowed (`shadow`).
+        floor: an error up to it is noise; 0 in the exact regime.
+        breaker: reuse is off once it opens.
+        flight_timeout: seconds to wait for another request that computes the same prefix.
+        max_audits: unfinished audits at a time, each with two rows of its own.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        params: Params,
+        mode: str,
+        store: PrefixStore | None,
+        counters: Counters,
+        *,
+        share: float,
+        floor: float,
+        breaker: Breaker,
+        flight_timeout: float,
+        max_audits: int,
+        seed: int,
+    ):
+        if mode not in MODES:
+            raise ValueError(f"reuse must be one of {MODES}, got {mode!r}")
+        if (store is None) != (mode == OFF):
+            raise ValueError(f"reuse={mode!r} and {store=}: a store is for reuse, and only for it")
+        if store is not None:
+            _check_store(rows, mode, store)
+        if not 0 <= share <= 1:
+            raise ValueError(f"the share of audited or shadowed requests is 0..1, got {share}")
+        self.mode, self.store, self.breaker = mode, store, breaker
+        self.audits: dict[Handle, Audit] = {}
+        self.findings: list[Finding] = []  # of finished audits, not yet taken by the engine
+        self._rows, self._params, self._counters = rows, params, counters
+        self._share, self._floor, self._seed = share, floor, seed
+        self._flight_timeout, self._max_audits = flight_timeout, max_audits
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is looked up or published."""
+        return self.store is not None and not self.breaker.open
+
+    # -- before a run --------------------------------------------------------------------------
+
+    def ready(self, entry: Entry, now: float) -> bool:
+        """Looks the prompt up. False: another request is computing its prefix; ask again."""
+        if entry.cold or not self.on or entry.saved is not None:
+            self.release(entry)
+            return True
+        try:
+            if entry.lease is None:
+                request = entry.request
+                entry.lease = self.store.lookup(
+                    entry.prompt, tenant=request.tenant, extra=request.extra
+                )
+                if not entry.lease.pending or self.mode == SHADOW:  # which delays nothing
+                    return True
+                entry.patience = now + self._flight_timeout
+                self._counters.add("flight_waits_total")
+            if self.store.wait(entry.lease, 0):
+                return True
+            if now < entry.patience:
+                return False
+            self._counters.add("flight_timeouts_total")
+            self.store.wait(entry.lease, WAIT_NO_MORE)
+        except LeakedShape:
+            raise
+        except Exception as error:  # whatever a store does, the request is served
+            self._failed(entry, "lookup", error)
+        return True
+
+    def begin(self, entry: Entry, cache: Cache) -> Cache:
+        """Starts a run in the entry's slot: restored as far as the lease goes, or empty.
+
+        Raises CacheLost if a failed restore has consumed the cache.
+        """
+        entry.run = Run()
+        if entry.lease is None:
+            if self.breaker.open:
+                detail = f"off after {len(self.breaker.failed)} failed audits"
+                entry.run.reasons = (Reason("", "reuse_off", 0, 0, detail),)
+            return self._rows.reset(cache, entry.slot)
+        try:
+            if self.mode == SHADOW:
+                self._shadow(entry)
+            else:
+                cache = self.store.restore(entry.lease, cache, row=entry.slot)
+                self._restored(entry)
+            self._describe(entry)
+        except LeakedShape:
+            raise
+        except Exception as error:
+            self._failed(entry, "restore", error)
+            if is_lost(cache):
+                raise CacheLost(f"restore: {error}") from error
+            return self._rows.reset(cache, entry.slot)
+        if not entry.lease.leader:  # a leader's lease tells others to wait until it is released
+            self.release(entry)
+        if self.mode == SHADOW:
+            return self._rows.reset(cache, entry.slot)
+        run = entry.run
+        run.position = run.replay[0] if run.replay else run.resumable
+        if run.replay:
+            cache = self._stand(cache, entry.slot, run.replay)
+        else:
+            self._sample(entry, cache)
+        return cache
+
+    # -- during and after a run ----------------------------------------------------------------
+
+    def advanced(self, entry: Entry, cache: Cache, count: int) -> None:
+        """`count` prompt tokens more are in the row, the last of which ends a call."""
+        run = entry.run
+        if run.replay and run.position == run.replay[1]:
+            run.replay = None
+            self._sample(entry, cache)
+            return
+        audit = self.audits.get(entry.handle)
+        if self.mode == SHADOW and audit and run.position == audit.length:
+            audit.cold = self._rows.take(cache, entry.slot)
+        if run.replay or run.epoch is None or not self.on:
+            return
+        if self.mode != SHADOW or run.position > run.resumable:
+            self.store.computed(count)
+        if run.position in run.points and run.position < entry.size:
+            self.publish(entry, cache)
+
+    def finished_prompt(self, entry: Entry, cache: Cache, logits: np.ndarray) -> None:
+        """The whole prompt is in the row; logits f32[V] are the answer's first."""
+        self.publish(entry, cache)
+        self.release(entry)
+        audit = self.audits.get(entry.handle)
+        if audit is not None:
+            audit.served = logits
+
+    def publish(self, entry: Entry, cache: Cache) -> None:
+        """Publishes what the row holds of the prompt, if it was begun under the store's eyes."""
+        run, request = entry.run, entry.request
+        if run.epoch is None or run.replay or not self.on:
+            return
+        try:
+            self.store.publish(
+                entry.prompt,
+                cache,
+                row=entry.slot,
+                tenant=request.tenant,
+                extra=request.extra,
+                points=run.points,
+                epoch=run.epoch,
+            )
+        except LeakedShape:
+            raise
+        except Exception as error:
+            self._failed(entry, "publish", error, release=False)
+
+    def release(self, entry: Entry) -> None:
+        """Gives the lease back, whatever state it is in."""
+        lease, entry.lease, entry.patience = entry.lease, None, None
+        if lease is not None:
+            lease.release()
+
+    def leave(self, entry: Entry) -> None:
+        """The entry leaves its slot or the queue: no lease, and no audit that cannot end."""
+        self.release(entry)
+        audit = self.audits.get(entry.handle)
+        if audit is not None and audit.served is None:
+            audit.dropped = True
+            del self.audits[entry.handle]
+            self._counters.add("audits_total", outcome="dropped")
+
+    # -- audits --------------------------------------------------------------------------------
+
+    def audit(self) -> bool:
+        """One piece of audit work; False: there is none to do now."""
+        found = next((x for x in self.audits.values() if x.ready), None)
+        if found is None:
+            return False
+        self._counters.add("audit_tokens_total", found.advance(self._params))
+        if found.finding is not None:
+            del self.audits[found.handle]
+            self.findings.append(found.finding)
+            self._counters.add("audits_total", outcome="same" if found.finding.ok else "differs")
+            if not found.finding.ok:
+                self.breaker.failed.append(found.finding)
+        return True
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _describe(self, entry: Entry) -> None:
+        """What the lease has come to, into the run."""
+        run, lease = entry.run, entry.lease
+        run.candidate, run.resumable = lease.candidate_length, lease.resumable_length
+        run.approximate = lease.approximate
+        run.routes, run.reasons = dict(lease.routes), lease.reasons
+        run.epoch = lease.epoch
+        run.points = () if self.mode == HASH_ONLY else lease.checkpoint_points
+
+    def _restored(self, entry: Entry) -> None:
+        run, lease = entry.run, entry.lease
+        run.replay = lease.replay
+        replayed = run.replay[1] - run.replay[0] if run.replay else 0
+        run.reused = lease.resumable_length - replayed
+        self._counters.add("prompt_tokens_total", run.reused, how="reused")
+
+    def _stand(self, cache: Cache, row: int, replay: tuple[int, int]) -> Cache:
+        start, stop = replay
+        exact = start == 0 or stop - start >= self._rows.spec.replay_tokens(stop)
+        return self._rows.stand(cache, row, start, start if exact else 0)
+
+    def _sample(self, entry: Entry, cache: Cache) -> None:
+        """The row stands where it was resumed: maybe audit that."""
+        run = entry.run
+        if run.resumable and not run.approximate and self._chosen(entry):
+            held = self._rows.take(cache, entry.slot)
+            self.audits[entry.handle] = self._audit(entry, run.resumable, held)
+
+    def _shadow(self, entry: Entry) -> None:
+        """Restores into a row of its own; the answer comes from the cold path."""
+        lease = entry.lease
+        if not lease.resumable_length or lease.approximate or not self._chosen(entry):
+            return
+        held = self.store.restore(lease, self._rows.new(1), row=0)
+        if not lease.resumable_length:
+            return
+        if lease.replay:
+            held = self._stand(held, 0, lease.replay)
+        self.audits[entry.handle] = self._audit(
+            entry, lease.resumable_length, held, shadow=True, replay=lease.replay
+        )
+
+    def _audit(self, entry: Entry, length: int, held: Cache, **options: object) -> Audit:
+        handle, prompt = entry.handle, entry.prompt
+        return Audit(self._rows, handle, prompt, length, held, floor=self._floor, **options)
+
+    def _chosen(self, entry: Entry) -> bool:
+        draw = random.Random(f"{self._seed} {entry.handle.number}").random()
+        if draw >= self._share or entry.handle in self.audits:
+            return False
+        if len(self.audits) >= self._max_audits:
+            self._counters.add("audits_total", outcome="skipped")
+            return False
+        return True
+
+    def _failed(self, entry: Entry, call: str, error: Exception, release: bool = True) -> None:
+        self._counters.add("store_failures_total", call=call)
+        entry.notes.append(Reason("", f"{call}_failed", 0, 0, repr(error)))
+        if release:
+            entry.cold = True
+            try:
+                self.release(entry)
+            except Exception:  # the store is in no state to take it back; its pins are its own
+                self._counters.add("store_failures_total", call="release")
+            entry.run = Run()
+
+
+def _check_store(rows: Rows, mode: str, store: PrefixStore) -> None:
+    if store.spec != rows.spec:
+        raise ValueError("the store was made for another cache spec than the model's")
+    identity = store.identity
+    if identity.regime == "exact" and identity.batch != 1:
+        raise ValueError(
+            f"an engine computes prompts in calls of batch 1, the store's identity says "
+            f"{identity.batch=}: use Identity.of(…, batch=1)"
+        )
+    if isinstance(store, HashOnlyStore) != (mode == HASH_ONLY):
+        raise ValueError(f"reuse={mode!r} does not go with a {type(store).__name__}")
+
+
+def is_lost(cache: Cache) -> bool:
+    """Whether a failed call has consumed the cache."""
+    return any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(cache))

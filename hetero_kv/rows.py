@@ -1,0 +1,419 @@
+"""The seam between an engine and a cache: compiled functions over the rows of one Cache.
+
+Nothing else of the engine touches the arrays of a cache. Prompts run through the model in calls of
+batch 1, on a row that is cut out of the cache and put back within one compiled function. So the
+numeric regime of published state is that of batch 1, whatever the number of slots, and no call
+works on rows that have nothing to do. Decoding runs all rows, with a mask.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetero_kv import sampling, state, validate
+from hetero_kv.contract import CacheSpec, Derived, LeafSlot, Scratch
+from hetero_kv.guard import Guard
+from hetero_kv.params import Params
+from hetero_kv.sampling import Choice
+from hetero_kv.state import Cache
+
+
+class Program(Protocol):
+    """The traceable inside of a model, see `models.stack.Stack`."""
+
+    def call(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        count: jax.Array,
+        cache: Cache,
+        first: jax.Array,
+        logits: str,
+        replay: jax.Array,
+    ) -> tuple[jax.Array, Cache]:
+        """One prefill or replay call."""
+
+    def step(
+        self, params: Params, token: jax.Array, cache: Cache, active: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        """One decode step."""
+
+
+class Model(Protocol):
+    """What an engine needs of a model, see `models.decoder.Decoder`."""
+
+    cache_spec: CacheSpec
+    call_sizes: tuple[int, ...]
+    stack: Program
+
+    def init_cache(self, batch: int, capacity: int, poison: bool = False) -> Cache:
+        """An empty cache."""
+
+
+class Ask(NamedTuple):
+    """What a decode call shall do for every row."""
+
+    length: np.ndarray  # i32[R], where each row stands by the host's books
+    token: np.ndarray  # i32[R], the token to feed first
+    index: np.ndarray  # i32[R], the number of the token that comes out first
+    budget: np.ndarray  # i32[R], tokens to make at most; 0: the row does not move
+    check: np.ndarray  # bool[R], False: only its length is verified (approximate replays)
+    forced: np.ndarray  # i32[R, burst], tokens that are known already (decoded once before)
+    known: np.ndarray  # i32[R], how many of them
+    stops: np.ndarray  # i32[R, max_stops], token ids that end a row; -1: none
+    choice: Choice
+
+
+class Told(NamedTuple):
+    """What a decode call did."""
+
+    tokens: jax.Array  # i32[R, burst]
+    ran: jax.Array  # i32[R], how many of them are valid
+    finite: jax.Array  # bool[R], False: the logits after the last valid token are not numbers
+    differs: jax.Array  # bool[R], a known token is not the one that was chosen now
+    bits: jax.Array  # u32[R, components], the verdict: such a row did not move
+    logits: jax.Array  # f32[R, burst, V], or f32[R, burst, 0]
+
+
+class Difference(NamedTuple):
+    """Per stacked leaf, between two rows of equal length."""
+
+    error: jax.Array  # f32[], the largest; inf where one is not a number
+    row: jax.Array  # i32[], the first that differs by more than the floor, or -1
+    repeat: jax.Array  # i32[], in which layer of the stack
+
+
+class Rows:
+    """Compiled functions for caches of `slots` rows, and of one row (scratch).
+
+    It holds no state but the compiled functions, so engines of the same sizes may share one.
+
+    Args:
+        burst: tokens that a decode call makes at most.
+        max_stops: stop ids per request.
+        keep_logits: whether decode calls return logits.
+        keep_prompt_logits: whether prefill calls return logits at all tokens, not at the last.
+        check: whether every call verifies the evidence of the rows it reads (DESIGN rule 1).
+        poison: whether rows start as NaN, and become NaN again when they are given up (rule 6).
+        strict: see Guard.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        slots: int,
+        capacity: int,
+        burst: int = 8,
+        max_stops: int = 4,
+        keep_logits: bool = False,
+        keep_prompt_logits: bool = False,
+        check: bool = True,
+        poison: bool = False,
+        strict: bool = False,
+    ):
+        if slots < 1 or burst < 1 or max_stops < 1:
+            raise ValueError(f"need at least one of each, got {slots=}, {burst=}, {max_stops=}")
+        self.model, self.spec = model, model.cache_spec
+        self.slots, self.capacity, self.burst, self.max_stops = slots, capacity, burst, max_stops
+        self.keep_logits, self.keep_prompt_logits = keep_logits, keep_prompt_logits
+        self.check, self.poison = check, poison
+        self.components = validate.components(self.spec)
+        self.guard = Guard(strict)
+        self.compared = [
+            x for x in self.spec.slots() if not isinstance(x.leaf.contract, Derived | Scratch)
+        ]
+        self._reset = self._jit("reset", self._traced_reset)
+        self._stand = self._jit("stand", self._traced_stand)
+        self._put = self._jit("put", put)
+        self._wipe = self._jit("wipe", self._traced_wipe)
+        self._take = self.guard.jit("take", take, _batch)
+        self._differ = self.guard.jit("differ", self._traced_differ, _batch)
+        self._pick = self.guard.jit("pick", sampling.choose, lambda *_: "1 row")
+        self._prefill = self.guard.jit(
+            "prefill",
+            self._traced_prefill,
+            lambda params, cache, row, tokens, *_: f"{_batch(cache)}, {tokens.shape[1]} columns",
+            donate_argnums=1,
+        )
+        self._decode = self.guard.jit(
+            "decode", self._traced_decode, lambda params, cache, *_: _batch(cache), donate_argnums=1
+        )
+
+    def _jit(self, name: str, function: Callable) -> Callable:
+        return self.guard.jit(name, function, _batch, donate_argnums=0)
+
+    # -- caches and rows -----------------------------------------------------------------------
+
+    def new(self, batch: int | None = None) -> Cache:
+        """An empty cache of `slots` rows, or of `batch` (1: scratch)."""
+        return self.model.init_cache(batch or self.slots, self.capacity, self.poison)
+
+    def reset(self, cache: Cache, row: int) -> Cache:
+        """The row starts over at length 0. The cache given is donated, as in all that follows."""
+        return self._reset(cache, self._row(cache, row))
+
+    def stand(self, cache: Cache, row: int, length: int, grid_length: int) -> Cache:
+        """The row claims other lengths, as before a replay."""
+        return self._stand(cache, self._row(cache, row), np.int32(length), np.int32(grid_length))
+
+    def take(self, cache: Cache, row: int) -> Cache:
+        """A copy of one row, as a cache of batch 1. The cache given is only read."""
+        return self._take(cache, self._row(cache, row))
+
+    def put(self, cache: Cache, row: int, one: Cache) -> Cache:
+        """The cache with its row exchanged for the only one of `one`."""
+        return self._put(cache, self._row(cache, row), one)
+
+    def leave(self, cache: Cache, row: int) -> Cache:
+        """The row is given up: with `poison` its numbers become NaN, else nothing happens."""
+        return self._wipe(cache, self._row(cache, row)) if self.poison else cache
+
+    # -- the model -----------------------------------------------------------------------------
+
+    def piece(self, start: int, stop: int) -> tuple[int, int]:
+        """(tokens, columns) of the next call from `start` towards `stop`, on the chunk grid."""
+        chunk = self.spec.chunk
+        count = min(stop, start // chunk * chunk + chunk) - start
+        return count, next(x for x in self.model.call_sizes if x >= count)
+
+    def prefill(
+        self,
+        params: Params,
+        cache: Cache,
+        row: int,
+        tokens: np.ndarray,
+        start: int,
+        stop: int,
+        *,
+        first: int = 0,
+        replay: bool = False,
+        check: bool = True,
+    ) -> tuple[jax.Array, Cache, jax.Array]:
+        """One call from `start`, where the row must stand, towards `stop`; see `piece`.
+
+        tokens: i32[n], the whole prompt. first: see `Call.first`.
+
+        Returns logits f32[1, V], or f32[1, columns, V] with `keep_prompt_logits`, the cache, and
+        the verdict u32[components] on the row as it was before: unless 0 it did not move. With
+        check = False, and in a replay, only the length is verified.
+        """
+        count, columns = self.piece(start, stop)
+        part = np.zeros((1, columns), np.int32)
+        part[0, :count] = tokens[start : start + count]
+        return self._prefill(
+            params,
+            cache,
+            self._row(cache, row),
+            part,
+            np.array([count], np.int32),
+            np.int32(start),
+            np.array([first], np.int32),
+            np.bool_(replay),
+            np.bool_(check and not replay),
+        )
+
+    def pick(self, logits: np.ndarray, choice: Choice) -> int:
+        """Token 0 of a request, from logits f32[1, V]."""
+        return int(self._pick(logits, np.zeros(1, np.int32), choice)[0])
+
+    def decode(self, params: Params, cache: Cache, ask: Ask, steps: int) -> tuple[Told, Cache]:
+        """Up to `steps` <= burst decode steps of all rows that have a budget."""
+        return self._decode(params, cache, ask, np.int32(min(steps, self.burst)))
+
+    def differ(self, one: Cache, two: Cache, floor: float = 0.0) -> list[Difference]:
+        """Where two caches of batch 1 differ on live rows, per leaf of `compared` (host side).
+
+        An error above `floor` counts; with 0 the comparison is bitwise.
+        """
+        return jax.device_get(self._differ(one, two, np.float32(floor)))
+
+    # -- traced ----------------------------------------------------------------------------------
+
+    def _traced_reset(self, cache: Cache, row: jax.Array) -> Cache:
+        return state.reset_row(self.spec, cache, row)
+
+    def _traced_stand(
+        self, cache: Cache, row: jax.Array, length: jax.Array, grid_length: jax.Array
+    ) -> Cache:
+        return cache.replace(
+            length=cache.length.at[row].set(length),
+            grid_length=cache.grid_length.at[row].set(grid_length),
+        )
+
+    def _traced_wipe(self, cache: Cache, row: jax.Array) -> Cache:
+        fresh = self.model.init_cache(1, self.capacity, True)
+        return put(cache, row, fresh)
+
+    def _traced_prefill(
+        self,
+        params: Params,
+        cache: Cache,
+        row: jax.Array,
+        tokens: jax.Array,
+        count: jax.Array,
+        start: jax.Array,
+        first: jax.Array,
+        replay: jax.Array,
+        check: jax.Array,
+    ) -> tuple[jax.Array, Cache, jax.Array]:
+        # The barriers keep the model's program what it is alone, so that its bits do not depend on
+        # the number of slots around it.
+        one = jax.lax.optimization_barrier(take(cache, row))
+        bits = jnp.zeros(len(self.components), jnp.uint32)
+        if self.check:
+            bits = jnp.where(check, validate.evidence(self.spec, one).bits[0], bits)
+        bits = bits.at[-1].set(bits[-1] | _wrong_length(one.length[0] != start))
+        count = jnp.where(jnp.all(bits == 0), count, 0)
+        kind = "all" if self.keep_prompt_logits else "last"
+        logits, one = self.model.stack.call(
+            params, tokens, count, one, first, logits=kind, replay=replay
+        )
+        return logits, put(cache, row, jax.lax.optimization_barrier(one)), bits
+
+    def _traced_decode(
+        self, params: Params, cache: Cache, ask: Ask, steps: jax.Array
+    ) -> tuple[Told, Cache]:
+        rows, vocab = cache.batch, self._vocab(params, cache)
+        bits = jnp.zeros((rows, len(self.components)), jnp.uint32)
+        if self.check:
+            bits = validate.evidence(self.spec, cache, rows=(ask.budget > 0) & ask.check).bits
+        lost = (ask.budget > 0) & (cache.length != ask.length)
+        bits = bits.at[:, -1].set(bits[:, -1] | _wrong_length(lost))
+        budget = jnp.where(jnp.all(bits == 0, axis=-1), ask.budget, 0)
+
+        def active(i: jax.Array, done: jax.Array) -> jax.Array:
+            return ~done & (i < budget)
+
+        def goes_on(carry: tuple) -> jax.Array:
+            i, _, _, done, _ = carry
+            return (i < steps) & jnp.any(active(i, done))
+
+        # A loop of traced length: one program, whatever the number of steps, so the same bits.
+        def body(carry: tuple) -> tuple:
+            i, token, cache, done, told = carry
+            moves = active(i, done)
+            logits, cache = self.model.stack.step(params, token, cache, moves)
+            finite = jnp.all(jnp.isfinite(logits), axis=-1)
+            chosen = sampling.choose(logits, ask.index + i, ask.choice)
+            known = i < ask.known
+            forced = jax.lax.dynamic_index_in_dim(ask.forced, i, 1, keepdims=False)
+            new = jnp.where(known, forced, chosen)
+            told = told._replace(
+                tokens=told.tokens.at[:, i].set(new),
+                ran=told.ran + (moves & finite),
+                finite=told.finite & (finite | ~moves),
+                differs=told.differs | (moves & known & (chosen != forced)),
+            )
+            if self.keep_logits:
+                told = told._replace(logits=told.logits.at[:, i].set(logits))
+            ends = jnp.any(new[:, None] == ask.stops, axis=-1) | ~finite
+            return i + 1, jnp.where(moves, new, token), cache, done | (moves & ends), told
+
+        told = Told(
+            tokens=jnp.full((rows, self.burst), -1, jnp.int32),
+            ran=jnp.zeros(rows, jnp.int32),
+            finite=jnp.ones(rows, bool),
+            differs=jnp.zeros(rows, bool),
+            bits=bits,
+            logits=jnp.zeros((rows, self.burst, vocab if self.keep_logits else 0), jnp.float32),
+        )
+        begin = (jnp.int32(0), ask.token, cache, jnp.zeros(rows, bool), told)
+        _, _, cache, _, told = jax.lax.while_loop(goes_on, body, begin)
+        return told, cache
+
+    def _vocab(self, params: Params, cache: Cache) -> int:
+        token = jax.ShapeDtypeStruct((cache.batch,), jnp.int32)
+        moves = jax.ShapeDtypeStruct((cache.batch,), jnp.bool_)
+        return jax.eval_shape(self.model.stack.step, params, token, cache, moves)[0].shape[-1]
+
+    def _traced_differ(self, one: Cache, two: Cache, floor: jax.Array) -> list[Difference]:
+        found = []
+        for slot in self.compared:
+            error = _error(one.leaf(slot)[:, 0], two.leaf(slot)[:, 0])  # [repeats, rows, *width]
+            about = validate.owner(self.spec, slot).leaf
+            if slot.leaf.row_count(self.capacity):
+                live = about.live_rows(one.length[0], self.capacity)
+                live = live.reshape(1, -1, *[1] * (error.ndim - 2))
+                error = jnp.where(live, error, 0.0)
+                error = jnp.max(error, axis=tuple(range(2, error.ndim)))
+            else:
+                error = jnp.max(error.reshape(error.shape[0], 1, -1), axis=-1)
+            above = jnp.any(error > floor, axis=0)
+            row = jnp.where(jnp.any(above), jnp.argmax(above), -1).astype(jnp.int32)
+            repeat = jnp.argmax(error[:, row] > floor).astype(jnp.int32)
+            found.append(Difference(jnp.max(error), row, repeat))
+        return found
+
+    @staticmethod
+    def _row(cache: Cache, row: int) -> np.int32:
+        # JAX would clamp a bad index to a neighbour's row.
+        if not 0 <= row < cache.batch:
+            raise ValueError(f"{row=} is not within {cache.batch=}")
+        return np.int32(row)
+
+
+def take(cache: Cache, row: jax.Array) -> Cache:
+    """One row as a cache of batch 1; traceable."""
+
+    def cut(axis: int) -> Callable[[jax.Array], jax.Array]:
+        return lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis)
+
+    return Cache(
+        length=cut(0)(cache.length),
+        grid_length=cut(0)(cache.grid_length),
+        layers=jax.tree.map(cut(1), cache.layers),
+        capacity=cache.capacity,
+    )
+
+
+def put(cache: Cache, row: jax.Array, one: Cache) -> Cache:
+    """The cache with one row exchanged; traceable."""
+
+    def paste(axis: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        return lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, row, axis)
+
+    return Cache(
+        length=paste(0)(cache.length, one.length),
+        grid_length=paste(0)(cache.grid_length, one.grid_length),
+        layers=jax.tree.map(paste(1), cache.layers, one.layers),
+        capacity=cache.capacity,
+    )
+
+
+def position_of(spec: CacheSpec, slot: LeafSlot, row: int, length: int) -> int:
+    """The last token position that row `row` of a leaf depends on directly, at `length`."""
+    leaf = validate.owner(spec, slot).leaf
+    if leaf.is_ring:
+        return int(leaf.ring_positions(length)[row])
+    if hasattr(leaf.contract, "stride") and not _is_count(slot):
+        return row * leaf.contract.stride + leaf.contract.span - 1
+    return length - 1
+
+
+def _is_count(slot: LeafSlot) -> bool:
+    return getattr(slot.leaf.contract, "kind", "") == "count"
+
+
+def _error(a: jax.Array, b: jax.Array) -> jax.Array:
+    """f32, 0 only where the bits are equal; inf where one is not a number."""
+    if not jnp.issubdtype(a.dtype, jnp.floating):
+        return jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)) + (a != b)
+    bits = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
+    same = jax.lax.bitcast_convert_type(a, bits) == jax.lax.bitcast_convert_type(b, bits)
+    error = jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))
+    error = jnp.where(jnp.isfinite(error), error, jnp.inf)
+    finite = jnp.isfinite(a) & jnp.isfinite(b)
+    least = jnp.finfo(jnp.float32).tiny  # 0.0 and -0.0 differ too
+    return jnp.where(same & finite, 0.0, jnp.where(same, jnp.inf, jnp.maximum(error, least)))
+
+
+def _wrong_length(wrong: jax.Array) -> jax.Array:
+    return jnp.where(wrong, jnp.uint32(validate.LENGTH), jnp.uint32(0))
+
+
+def _batch(cache: Cache, *_: object) -> str:
+    return f"{cache.batch} rows"

@@ -1,0 +1,261 @@
+"""Admission, refusal, cancellation: one request's trouble is its own."""
+
+import numpy as np
+import pytest
+
+from hetero_kv import Engine, Options, Request, Sampling
+from hetero_kv.requests import ADMITTED, CANCELLED, FINISHED, REFUSED, TOKEN
+from tests.hetero_kv.engine import world
+
+TOKENS = np.arange(10, dtype=np.int32)
+
+REFUSALS = {
+    "empty": (Request(np.zeros(0, np.int32)), "n >= 1"),
+    "two axes": (Request(np.zeros((2, 3), np.int32)), "n >= 1"),
+    "floats": (Request(np.zeros(3)), "i32"),
+    "negative": (Request(np.array([1, -1])), "must be in 0..60, got -1..1"),
+    "beyond the vocabulary": (Request(np.array([61])), "must be in 0..60"),
+    "too large for an i32": (Request(np.array([2**40])), "must be in 0..60"),
+    "nothing to make": (Request(TOKENS, 0), "max_new_tokens"),
+    "too long": (Request(TOKENS, 55), "10 + 55 = 65 tokens, but a slot holds 64"),
+    "too many stops": (Request(TOKENS, 5, (1, 2, 3, 4, 5)), "at most 4"),
+    "a stop outside": (Request(TOKENS, 5, (-1,)), "stop ids"),
+    "temperature": (Request(TOKENS, 5, sampling=Sampling(float("nan"))), "temperature"),
+    "top_p": (Request(TOKENS, 5, sampling=Sampling(1.0, top_p=0.0)), "top_p"),
+    "seed": (Request(TOKENS, 5, sampling=Sampling(seed=-1)), "seed"),
+    "not tokens": (Request("text"), "i32"),
+    "ragged": (Request([[1], [1, 2]]), "malformed"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_served_is_refused_and_harms_nobody(name: str) -> None:
+    request, why = REFUSALS[name]
+    made = world.engine()
+    good = made.submit(world.request(1))
+    bad = made.submit(request)
+    events = made.step()
+    assert [x.detail for x in events if x.kind == REFUSED] == [made._results[bad].why]
+    result = made.result(bad)
+    assert result.status == REFUSED and why in result.why, result.why
+    world.drain(made)
+    world.same_answer(made.result(good), 1)
+    world.settled(made)
+
+
+def test_the_longest_request_fits() -> None:
+    (result,) = world.engine().generate([Request(world.request(1).tokens[:10], 54)])
+    assert result.status == FINISHED and len(result.tokens) == 54
+
+
+def test_a_full_queue_refuses() -> None:
+    made = world.engine(max_waiting=2)
+    handles = [made.submit(world.request(x)) for x in range(4)]
+    assert "2 requests are waiting" in made.result(handles[3]).why
+    world.drain(made)
+    for number in range(2):
+        world.same_answer(made.result(handles[number]), number)
+
+
+def test_generate_submits_as_the_queue_has_room() -> None:
+    made = world.engine(max_waiting=2)
+    results = list(made.generate(world.request(x) for x in range(9)))
+    assert len(results) == 9 and {x.status for x in results} == {FINISHED}
+    assert list(made.generate([])) == []
+
+
+def test_results_are_given_out_once() -> None:
+    made = world.engine()
+    handle = made.submit(world.request(1))
+    assert made.result(handle) is None
+    world.drain(made)
+    assert made.result(handle) is not None and made.result(handle) is None
+
+
+@pytest.mark.parametrize("reuse", ["off", "validated"])
+def test_cancel_at_every_moment(reuse: str) -> None:
+    store = None if reuse == "off" else world.store()
+    made = world.engine(reuse, store=store, audit_share=1.0)
+    for moment in range(14):
+        handle, mate = made.submit(world.request(1)), made.submit(world.request(3))
+        for _ in range(moment):
+            made.step()
+        ended = made._results.get(handle) is not None
+        assert made.cancel(handle) is not ended
+        assert not made.cancel(handle)
+        world.drain(made)
+        result = made.result(handle)
+        assert result.status == (FINISHED if ended else CANCELLED)
+        want = world.alone(1).tokens[: len(result.tokens)]
+        assert result.tokens.tolist() == want.tolist()
+        world.same_answer(made.result(mate), 3)
+        world.settled(made)
+
+
+def test_a_waiting_or_saved_request_can_be_cancelled() -> None:
+    made = world.engine(slots=1)
+    first, second = made.submit(world.request(1)), made.submit(world.request(3))
+    made.step()
+    assert made.preempt(first) and not made.preempt(second)
+    assert made.metrics()["hetero_kv_engine_saved_state_bytes"] > 0
+    assert made.cancel(first) and made.cancel(second)
+    assert made.metrics()["hetero_kv_engine_saved_state_bytes"] == 0
+    world.drain(made)
+    world.settled(made)
+
+
+def test_cancel_storm_beside_a_bystander() -> None:
+    """A shared prefix, many requests cancelled during and after their restores (F15)."""
+    store = world.store()
+    made = world.engine("validated", store=store)
+    list(made.generate([world.request(7)]))
+    for i in range(60):
+        storm = [made.submit(world.request(x)) for x in (1, 3)]
+        bystander = made.submit(world.request(5))
+        for _ in range(i % 5):
+            made.step()
+        for handle in storm:
+            made.cancel(handle)
+        world.drain(made)
+        world.same_answer(made.result(bystander), 5)
+    world.settled(made)
+
+
+def test_requests_arrive_when_they_say() -> None:
+    time = 0.0
+    made = world.engine(clock=lambda: time)
+    late = made.submit(Request(TOKENS, 2, arrival=5.0))
+    now = made.submit(Request(TOKENS, 2))
+    seen = []
+    for _ in range(10):
+        time += 1
+        seen += [(time, x.handle) for x in made.step() if x.kind == ADMITTED]
+    assert seen == [(1.0, now), (5.0, late)]
+    assert made.result(late).first_token_s == 1.0  # it ran in the step after
+
+
+def test_generate_sleeps_until_somebody_arrives() -> None:
+    time, slept = 0.0, []
+
+    def sleep(seconds: float) -> None:
+        nonlocal time
+        slept.append(seconds)
+        time += seconds
+
+    made = world.engine(clock=lambda: time, sleep=sleep)
+    (result,) = made.generate([Request(TOKENS, 2, arrival=0.2)])
+    assert result.status == FINISHED and 1 <= len(slept) < 50 and time >= 0.2
+
+
+def test_a_tenant_cannot_take_all_slots() -> None:
+    made = world.engine(tenant_slots=1)
+    for _ in range(3):
+        made.submit(Request(TOKENS, 8, tenant="a"))
+    other = made.submit(Request(TOKENS, 8, tenant="b"))
+    made.step()
+    assert [x.request.tenant for x in made.scheduler.active()] == ["a", "b"]
+    assert made.scheduler.active()[1].handle == other
+    made.submit(Request(TOKENS, 8, tenant="a", priority=1))  # takes its own tenant's slot
+    made.step()
+    assert sorted(x.request.tenant for x in made.scheduler.active()) == ["a", "b"]
+    assert max(x.request.priority for x in made.scheduler.active()) == 1
+    world.drain(made)
+
+
+def test_a_tenant_at_its_cap_holds_no_other_up() -> None:
+    made = world.engine(tenant_slots=1, preempt="never")
+    for tenant in "aab":
+        made.submit(Request(TOKENS, 8, tenant=tenant))
+    made.step()
+    assert [x.request.tenant for x in made.scheduler.active()] == ["a", "b"]
+    world.drain(made)
+
+
+def test_stop_tokens_end_an_answer_anywhere_in_a_burst() -> None:
+    tokens = world.request(1).tokens
+    (free,) = world.engine().generate([Request(tokens, 12, sampling=Sampling(1.0, seed=4))])
+    for i, stop in enumerate(free.tokens.tolist()):
+        first = free.tokens.tolist().index(stop)
+        request = Request(tokens, 12, (60, stop), Sampling(1.0, seed=4))
+        made = world.engine()
+        handle = made.submit(request)
+        world.drain(made)
+        got = made.result(handle).tokens.tolist()
+        assert got == free.tokens.tolist()[: first + 1] or 60 in got, i
+
+
+def test_prompt_logits_are_those_of_the_model() -> None:
+    model, params = world.model()
+    made = Engine(
+        model,
+        params,
+        slots=2,
+        capacity=64,
+        reuse="off",
+        options=Options(keep_prompt_logits=True, strict=True),
+    )
+    tokens = world.request(1).tokens
+    want, _ = model.prefill(params, tokens[None], model.init_cache(1, 64))
+    (result,) = made.generate([Request(tokens, 3)])
+    assert result.prompt_logits.tobytes() == np.asarray(want)[0].tobytes()
+    assert result.logits is None
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        (dict(reuse="sometimes"), "reuse must be"),
+        (dict(reuse="validated"), "a store is for reuse"),
+        (dict(slots=0), "at least one"),
+        (dict(options=dict(preempt="perhaps")), "preempt must be"),
+        (dict(options=dict(chunks_per_step=0)), "chunks_per_step"),
+        (dict(options=dict(audit_share=1.5)), "0..1"),
+        (dict(options=dict(audit_failures=0)), "at least 1"),
+        (dict(options=dict(max_waiting=0)), "max_waiting"),
+    ],
+)
+def test_engines_that_make_no_sense(options: dict, why: str) -> None:
+    model, params = world.model()
+    with pytest.raises(ValueError, match=why):
+        given = {"reuse": "off", "capacity": 64} | options
+        given["options"] = Options(**options.get("options", {}))
+        Engine(model, params, **given)
+
+
+def test_stores_must_fit_the_mode_and_the_batch() -> None:
+    import dataclasses
+
+    from hetero_kv import PrefixStore
+
+    with pytest.raises(ValueError, match="does not go with"):
+        world.engine("hash_only", store=world.store())
+    with pytest.raises(ValueError, match="does not go with"):
+        world.engine("validated", store=world.hash_only_store())
+    with pytest.raises(ValueError, match="another cache spec"):
+        world.engine("validated", store=world.store("v4"))
+    other = dataclasses.replace(world.identity(), batch=4)
+    spec = world.model()[0].cache_spec
+    with pytest.raises(ValueError, match="batch=1"):
+        world.engine("validated", store=PrefixStore(spec, other, host_bytes=1 << 20))
+
+
+def test_the_first_token_and_metrics() -> None:
+    from hetero_kv import engine_metrics
+
+    made = world.engine("validated", store=world.store())
+    results = list(made.generate([world.request(x) for x in range(6)]))
+    assert all(0 < x.first_token_s <= x.total_s for x in results)
+    found = made.metrics()
+    assert found["hetero_kv_engine_first_token_seconds_count"] == 6
+    assert found['hetero_kv_engine_ended_total{status="finished"}'] == 6
+    text = engine_metrics.to_text(found)
+    assert "untyped" not in text and "# HELP hetero_kv_engine_steps_total" in text
+    assert any(x.kind == TOKEN for x in _events(made))
+
+
+def _events(made: Engine) -> list:
+    made.submit(Request(TOKENS, 1))
+    found = []
+    while made.busy:
+        found += made.step()
+    return found

@@ -1,0 +1,149 @@
+"""Random schedules of everything that can happen to an engine; the books are exact after each."""
+
+import numpy as np
+import pytest
+
+from hetero_kv import Engine, Request
+from hetero_kv.requests import CANCELLED, FAILED, FINISHED, REFUSED
+from tests.hetero_kv.engine import world
+
+REQUESTS = 16
+STORES = ("full", "full", "zero", "periodic:16", "fork")
+COMPONENTS = ("csa entries", "csa index keys", "windows", "tails")
+
+
+class BadStore:
+    """Makes calls of a store raise while `failing` names them."""
+
+    def __init__(self, store):
+        self.failing: set[str] = set()
+        for name in ("lookup", "restore", "publish", "wait"):
+            setattr(store, name, self._wrapped(name, getattr(store, name)))
+
+    def _wrapped(self, name: str, call):
+        def wrapped(*args, **options):
+            if name in self.failing:
+                raise OSError(f"{name} fails")
+            return call(*args, **options)
+
+        return wrapped
+
+
+class Schedule:
+    """One random history."""
+
+    def __init__(self, seed: int):
+        self.rng = np.random.default_rng([9, seed])
+        self.reuse = str(self.rng.choice(["off", "validated", "validated", "validated", "shadow"]))
+        self.store = self.bad = None
+        if self.reuse != "off":
+            size = int(self.rng.choice([20_000, 60_000, world.PLENTY]))
+            self.store = world.store(policy=str(self.rng.choice(STORES)), host_bytes=size)
+            self.bad = BadStore(self.store)
+        self.time = 0.0
+        self.made: Engine = world.engine(
+            self.reuse,
+            store=self.store,
+            clock=lambda: self.time,
+            audit_share=0.3,
+            chunks_per_step=int(self.rng.integers(1, 4)),
+            preempt=str(self.rng.choice(["save", "recompute", "never"])),
+            saved_bytes=int(self.rng.choice([0, 30_000, 1 << 30])),
+            tenant_slots=self.rng.choice([None, 1, 2]),
+            max_waiting=int(self.rng.choice([4, 64])),
+            flight_timeout=float(self.rng.choice([0, 3, 1e9])),
+        )
+        self.numbers: dict = {}
+        self.damaged = False
+
+    def pick(self):
+        """A handle, perhaps of a request that has ended."""
+        return self.rng.choice(list(self.numbers)) if self.numbers else None
+
+    def act(self) -> None:
+        """One thing happens."""
+        made, rng = self.made, self.rng
+        what = rng.choice(
+            ["submit"] * 4 + ["step"] * 9 + ["cancel", "preempt", "bad", "store"] + ["row"]
+        )
+        if what == "submit":
+            number = int(rng.integers(REQUESTS))
+            base = world.request(number)
+            request = Request(
+                base.tokens,
+                base.max_new_tokens,
+                base.stop,
+                base.sampling,
+                tenant=str(rng.choice(["", "a"])),
+                priority=int(rng.integers(0, 3)),
+                arrival=self.time + float(rng.choice([0, 0, 2])),
+            )
+            self.numbers[made.submit(request)] = number
+        elif what == "bad":
+            tokens = rng.choice([-1, world.VOCAB, 10**6], 3)
+            self.numbers[made.submit(Request(tokens, 3))] = None
+        elif what == "cancel" and self.numbers:
+            made.cancel(self.pick())
+        elif what == "preempt" and self.numbers:
+            made.preempt(self.pick(), save=bool(rng.integers(2)))
+        elif what == "store" and self.store is not None:
+            if rng.integers(2):
+                self.store.clear()
+            else:
+                calls = ["lookup", "restore", "publish", "wait"]
+                self.bad.failing = set(rng.choice(calls, rng.integers(0, 3)).tolist())
+        elif what == "row" and made.scheduler.active():
+            entry = made.scheduler.active()[0]
+            self.damaged |= world.damage(made, entry.slot, "windows", evidence=True)
+        else:
+            made.step()
+            self.time += 1
+        assert made.problems() == []
+
+    def run(self) -> dict[str, int]:
+        """The whole history; how many requests ended in which way."""
+        for _ in range(90):
+            self.act()
+        if self.bad is not None:
+            self.bad.failing.clear()
+        while self.made.busy:
+            self.made.step()
+            self.time += 1
+            assert self.made.problems() == []
+        ends: dict[str, int] = {}
+        for handle, number in self.numbers.items():
+            result = self.made.result(handle)
+            ends[result.status] = ends.get(result.status, 0) + 1
+            if number is None:
+                assert result.status == REFUSED and "tokens must be in" in result.why
+            elif result.status == FINISHED:
+                world.same_answer(result, number)
+            elif result.status == FAILED:
+                assert self.damaged, result.why
+            else:
+                assert result.status in (CANCELLED, REFUSED)
+                want = world.alone(number).tokens
+                assert result.tokens.tolist() == want[: len(result.tokens)].tolist()
+        world.settled(self.made)
+        assert world.count(self.made, "redecode_mismatches_total") == 0
+        assert world.count(self.made, "audits_total", outcome="differs") == 0
+        return ends
+
+
+def _run(seeds: range) -> None:
+    ends: dict[str, int] = {}
+    for seed in seeds:
+        for status, number in Schedule(seed).run().items():
+            ends[status] = ends.get(status, 0) + number
+    assert min(ends.get(x, 0) for x in (FINISHED, CANCELLED, REFUSED)) > 10, ends
+    assert ends[FINISHED] > 200, ends
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_schedules(part: int) -> None:
+    _run(range(25 * part, 25 * part + 25))
+
+
+@pytest.mark.full
+def test_many_random_schedules() -> None:
+    _run(range(100, 1100))
