@@ -127,6 +127,7 @@ class CatalogDb:
                 if row.is_typed and row.sum() == int.from_bytes(total):
                     rows.setdefault(row.segment, []).append(row)
             last = int.from_bytes(about["last"])
+            self._shorten()  # SQLite appends a page whenever it opens; no commit need follow
         except (
             sqlite3.Error,
             OSError,

@@ -301,3 +301,15 @@ def test_the_index_is_committed_now_and_then(tmp_path):
         found = objects.make(directory)
         assert objects.good(found, range(40)) == set(range(count))
         objects.healthy(found)
+
+
+def test_many_crashes_do_not_grow_the_index(tmp_path):
+    directory = tmp_path / "0"
+    tier = objects.make(directory)
+    objects.fill(tier, range(3))
+    for i in range(1, 25):
+        directory = objects.copy(directory, tmp_path / str(i))
+        tier.close()
+        tier = objects.make(directory, capacity=objects.CAPACITY)
+        assert tier.flush().ok
+        assert objects.usage(directory) <= tier.ledger().overhead + tier.ledger().live
