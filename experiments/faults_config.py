@@ -1,0 +1,57 @@
+"""Configuration of the fault matrix: which model, which faults, which checks."""
+
+import dataclasses
+
+from hetero_kv.faults.kinds import ALL, CHECKS, KINDS, LAST
+
+RECALL, RANDOM = "recall", "random"
+COVERING, EVERY = "covering", "all"
+ALL_ON, ALL_OFF = "all on", "all off"  # columns of the matrix
+
+
+@dataclasses.dataclass(kw_only=True)
+class FaultsConfig:
+    """One run: every fault under all checks, with each of `checks` off, and with none.
+
+    model: "recall" is the shipped checkpoint and its task; "random" a tiny model, random weights.
+    sample: "covering" takes every line of the table of faults at every moment once, components in
+        turn; "all" every component.
+    extents: of a prefix's history, "all" of its blocks are hit, or the "last".
+    requests: prompts; faults take them in turn.
+    """
+
+    model: str = RECALL
+    checkpoint: str = "experiments/checkpoints/recall_hybrid"
+    sample: str = COVERING
+    extents: tuple[str, ...] = (ALL,)
+    kinds: tuple[str, ...] = KINDS
+    checks: tuple[str, ...] = CHECKS
+    requests: int = 2
+    document_tokens: int = 64  # resumed; a multiple of the chunk, at least two
+    question_tokens: int = 4  # after the resumed length
+    chunk: int = 32
+    seed: int = 0
+    workdir: str = "runs/faults"
+
+    def check(self) -> None:
+        """Raises ValueError where a field makes no sense."""
+        for name, known in (
+            ("model", (RECALL, RANDOM)),
+            ("sample", (COVERING, EVERY)),
+            ("extents", (ALL, LAST)),
+            ("kinds", KINDS),
+            ("checks", CHECKS),
+        ):
+            value = getattr(self, name)
+            chosen = (value,) if isinstance(value, str) else value
+            if not chosen or set(chosen) - set(known):
+                raise ValueError(f"{name}={value} must be of {known}")
+        if self.requests < 1 or self.question_tokens < 1:
+            raise ValueError(f"need {self.requests=} >= 1 and {self.question_tokens=} >= 1")
+        if self.document_tokens % self.chunk or self.document_tokens < 2 * self.chunk:
+            raise ValueError(
+                f"{self.document_tokens=} must be a multiple of {self.chunk=}, at least two: there "
+                "must be a block and a checkpoint before the ones that are hit"
+            )
+        if not self.workdir:
+            raise ValueError("workdir is empty: results.json and report.md are written there")
