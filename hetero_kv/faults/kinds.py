@@ -5,8 +5,17 @@ Pure, and written against contracts only: a new attention mechanism is covered a
 
 import dataclasses
 
-from hetero_kv.contract import CacheSpec, Contract, Evidence, History, Leaf, Point, Scratch, Window
-from hetero_kv.contract import Derived as _Derived
+from hetero_kv.contract import (
+    CacheSpec,
+    Contract,
+    Derived,
+    Evidence,
+    History,
+    Leaf,
+    Point,
+    Scratch,
+    Window,
+)
 from hetero_kv.validate import owner
 
 # Kinds.
@@ -66,6 +75,21 @@ CHECKS = (
     DELIVERED,
     AUDIT,
 )
+
+# Codes of reasons by which each check tells what it has found, and the checks that also name the
+# component. Those of an audit are its findings.
+CODES = {
+    CHECKSUM: ("corrupt",),
+    TICKET: ("stale", "corrupt"),
+    LABEL: ("corrupt",),
+    EVIDENCE: ("evidence",),
+    POSITIONS: ("evidence",),
+    IDENTITY: ("no_match",),
+    JOINT: ("no_checkpoint",),
+    DELIVERED: ("stale",),
+    AUDIT: ("audit",),
+}
+NAMING = (CHECKSUM, EVIDENCE, POSITIONS, AUDIT)
 
 # Extents: how much of a History component is hit.
 ALL, LAST = "all", "last"  # every block of the prefix, or the last one
@@ -185,7 +209,7 @@ def live_components(spec: CacheSpec, length: int) -> dict[str, Leaf]:
     """Components that hold something at `length`, each with a leaf that does."""
     found: dict[str, Leaf] = {}
     for slot in spec.slots():
-        if isinstance(slot.leaf.contract, Evidence | Scratch | _Derived):
+        if isinstance(slot.leaf.contract, Evidence | Scratch | Derived):
             continue
         if slot.leaf.live_rows(length, length).any():
             found.setdefault(owner(spec, slot).leaf.component, slot.leaf)

@@ -4,18 +4,19 @@ This reaches into tiers behind their backs, as faults do.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 import numpy as np
 
-from hetero_kv.contract import CacheSpec, Evidence, History
+from hetero_kv.contract import CacheSpec, History
 from hetero_kv.faults import kinds
 from hetero_kv.prefix.disk import record
-from hetero_kv.prefix.disk.record import Header
+from hetero_kv.prefix.disk.record import Header, SegmentHeader
+from hetero_kv.prefix.disk.segment import Place
 from hetero_kv.prefix.index import CHECKPOINT, HISTORY, Group, Node
 from hetero_kv.prefix.keys import Keys
-from hetero_kv.prefix.payload import ArrayPayload, label
+from hetero_kv.prefix.payload import ArrayPayload
 from hetero_kv.prefix.store import PrefixStore
 from hetero_kv.state import Cache
 
@@ -73,12 +74,6 @@ def sealed(payload: ArrayPayload, buffer: np.ndarray, name: bytes | None) -> Arr
     return ArrayPayload.seal(payload.layout, name, buffer)
 
 
-def name_of(keys: Keys, group: Group, earlier: int = 0) -> bytes:
-    """The label that the group in the same place of another prefix has."""
-    depth = group.node.depth - earlier
-    return label(group.kind, keys.keys[depth - 1], depth)
-
-
 def held(store: PrefixStore, group: Group) -> ArrayPayload:
     """The payload of a group, wherever it is."""
     if group.on_host:
@@ -94,7 +89,7 @@ def put(store: PrefixStore, group: Group, payload: ArrayPayload, generation: int
     if group.on_host:
         store.catalog.tier._payloads[group.slot] = payload
         return
-    _, place, header, head = _record(store, group)
+    place, header, head = _record(store, group)
     parts = zip(header.components, payload.checksums, strict=True)
     components = tuple(dataclasses.replace(x, checksum=total) for x, total in parts)
     wrong = dataclasses.replace(
@@ -109,10 +104,9 @@ def kill(store: PrefixStore, group: Group) -> None:
     _overwrite(store, group, record.DEAD)
 
 
-def evict(store: PrefixStore, some: list[Group]) -> None:
-    """They leave, with what hangs on them."""
-    for group in some[:1]:
-        store.catalog.discard(group, "evicted by a fault")
+def evict(store: PrefixStore, group: Group) -> None:
+    """It leaves, with what hangs on it."""
+    store.catalog.discard(group, "evicted by a fault")
 
 
 def recycle(store: PrefixStore, group: Group, payload: ArrayPayload) -> None:
@@ -133,7 +127,7 @@ def to_disk(store: PrefixStore) -> None:
             raise RuntimeError(f"{group.kind} at depth {group.node.depth} is not on disk")
 
 
-def _record(store: PrefixStore, group: Group) -> tuple:
+def _record(store: PrefixStore, group: Group) -> tuple[Place, Header, SegmentHeader]:
     entry = store.disk._books.entries[group.disk.generation]
     place, head = entry.place, entry.segment.head
     with open(entry.segment.path, "rb") as file:
@@ -142,7 +136,7 @@ def _record(store: PrefixStore, group: Group) -> tuple:
     header: Header | None = record.parse(data, head, place.offset)
     if header is None:
         raise ValueError(f"{group.kind} at depth {group.node.depth}: no record there")
-    return entry, place, header, head
+    return place, header, head
 
 
 def _overwrite(store: PrefixStore, group: Group, data: bytes) -> None:
@@ -184,11 +178,8 @@ def claim_length(cache: Cache, row: int, change: int) -> Cache:
 def starts(spec: CacheSpec, length: int, extent: str) -> dict[str, int]:
     """For `overwrite_row`: per History leaf the first entry that a fault of this extent hits."""
     block = spec.blocks_in(length) - 1 if extent == kinds.LAST else 0
-    return {slot.path: int(spec.entries_of_block(slot.leaf, block)[0]) for slot in _histories(spec)}
-
-
-def _histories(spec: CacheSpec) -> Iterator:
-    for slot in spec.slots():
-        contract = slot.leaf.contract
-        if isinstance(contract, History) and not isinstance(contract, Evidence):
-            yield slot
+    return {
+        slot.path: int(spec.entries_of_block(slot.leaf, block)[0])
+        for slot in spec.slots()
+        if isinstance(slot.leaf.contract, History)
+    }

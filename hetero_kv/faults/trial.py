@@ -14,15 +14,14 @@ import numpy as np
 
 from hetero_kv.contract import CacheSpec, History, LeafSlot
 from hetero_kv.engine import Engine
-from hetero_kv.faults import checks, forge, kinds, places
+from hetero_kv.faults import checks, kinds, places
 from hetero_kv.faults.forge import Held, Material
+from hetero_kv.faults.inject import Injector
 from hetero_kv.faults.kinds import Case
 from hetero_kv.options import Options
 from hetero_kv.params import Params
 from hetero_kv.prefix.identity import Identity
-from hetero_kv.prefix.index import CHECKPOINT, HISTORY, Group
-from hetero_kv.prefix.keys import Keys, block_keys
-from hetero_kv.prefix.payload import label
+from hetero_kv.prefix.keys import block_keys
 from hetero_kv.prefix.store import PrefixStore
 from hetero_kv.requests import FINISHED, Request, Result
 from hetero_kv.reusing import OFF, SHADOW, VALIDATED
@@ -31,6 +30,7 @@ from hetero_kv.state import Cache
 
 PLENTY = 1 << 26  # bytes
 BURST = 4
+FOREIGN = "foreign"  # the other tenant
 # How a trial ended: served right without a word; right, with the reason why less was reused (or
 # what an audit found); wrong although something was reported; wrong and nothing was.
 UNNOTICED, REFUSED, TOLD, SILENT = "unnoticed", "refused", "wrong, told", "silently wrong"
@@ -59,6 +59,13 @@ class Outcome:
     def bites(self) -> bool:
         """Whether an answer or a live row is not as it should be."""
         return self.logit >= 0 or self.live
+
+    @property
+    def right_reason(self) -> bool:
+        """Whether the check on guard has said so, with the component where it can tell."""
+        named = self.case.component if self.case.guard in kinds.NAMING else ""
+        codes = kinds.CODES[self.case.guard]
+        return any(x.split(":")[0] in codes and named in x for x in self.reasons)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +128,14 @@ class Bench:
             donor_end=hold(donors[size]),
             other=hold(self.states_of_other[length]),
         )
+        self.injector = Injector(
+            spec,
+            self.material,
+            keys=block_keys(self.identity, self.prompt),
+            donor=block_keys(self.identity, self.donor_prompt),
+            foreign=block_keys(self.identity, self.prompt, FOREIGN),
+            old=block_keys(self.identity_of_other, self.prompt),
+        )
         self.right = self._answer(self._serve(None, OFF, self.rows))
 
     def cases(self, extents: tuple[str, ...] = (kinds.ALL,)) -> list[Case]:
@@ -157,7 +172,7 @@ class Bench:
     def _publish(self, store: PrefixStore, case: Case) -> None:
         natural = case.guard == kinds.IDENTITY  # theirs is stored, and nothing of ours
         states = self.states_of_other if natural else self.states
-        tenant = "foreign" if natural and case.kind == kinds.FOREIGN else ""
+        tenant = FOREIGN if natural and case.kind == kinds.FOREIGN else ""
         points = tuple(x for x in states if x % self.spec.granularity == 0)
         for length in points:
             told = store.publish(self.prompt, states[length], tenant=tenant, points=points)
@@ -173,7 +188,7 @@ class Bench:
             yield
             return
         if case.moment in (kinds.HOST, kinds.DISK):
-            self._damage(case, store)
+            self.injector.damage(case, store)
             yield
             return
         real, done = store.restore, False
@@ -182,92 +197,17 @@ class Bench:
             nonlocal done
             first, done = not done and lease.resumable_length == self.length, True
             if first and case.moment == kinds.FETCH:
-                self._damage(case, store)
+                self.injector.damage(case, store)
             cache = real(lease, cache, row=row)
-            return (
-                self._damage_row(case, cache, row) if first and case.moment == kinds.ROW else cache
-            )
+            if first and case.moment == kinds.ROW:
+                cache = self.injector.damage_row(case, cache, row)
+            return cache
 
         store.restore = restore
         try:
             yield
         finally:
             del store.restore
-
-    def _damage(self, case: Case, store: PrefixStore) -> None:
-        keys = store._keys(self.prompt, "", None)
-        kind = places.kind_of(self.spec, case.component)
-        nodes = places.path(store, keys, self.length)
-        some = places.groups(nodes, kind, case.extent)
-        if case.kind == kinds.EVICTED or (case.kind, case.moment) == (kinds.DROP, kinds.HOST):
-            places.evict(store, some)
-        elif case.kind == kinds.DROP:
-            for group in some:
-                places.kill(store, group)
-        elif case.kind == kinds.GENERATION:
-            self._recycle(case, store, some)
-        elif case.seal == kinds.OWN:
-            self._mix_up(case, store, some)
-        else:
-            leaves = forge.forged(self.spec, case, self.material)
-            for group in some:
-                payload = places.held(store, group)
-                name = group.label if case.seal == kinds.REMADE else None
-                buffer = places.filled(payload, leaves)
-                places.put(store, group, places.sealed(payload, buffer, name))
-
-    def _recycle(self, case: Case, store: PrefixStore, some: list[Group]) -> None:
-        """Another object has the place, and the same label: only its generation tells."""
-        forged = []
-        for group in some:
-            payload = places.held(store, group)
-            buffer = places.filled(payload, self.material.donor.leaves)
-            forged.append(places.sealed(payload, buffer, group.label))
-        if case.moment == kinds.FETCH:
-            # From the end: each takes what hangs on it along.
-            for group in reversed(some):
-                places.evict(store, [group])
-        for group, payload in zip(some, forged, strict=True):
-            if case.moment == kinds.FETCH:
-                places.recycle(store, group, payload)
-            else:
-                places.put(store, group, payload, generation=1000)
-
-    def _mix_up(self, case: Case, store: PrefixStore, some: list[Group]) -> None:
-        """Whole groups that are right in themselves, in the place of others."""
-        earlier = 0
-        if case.kind == kinds.SHIFT_BLOCK:
-            history = some[0].kind == HISTORY
-            earlier = 1 if history else self.spec.granularity // self.spec.block
-            held, keys = self.material.target if history else self.material.before, None
-        elif case.kind == kinds.STALE:
-            held, keys = self.material.donor, self._keys_of(self.identity, self.donor_prompt)
-        elif case.kind == kinds.FOREIGN:
-            held = self.material.other
-            keys = self._keys_of(self.identity, self.prompt, "foreign")
-        else:
-            held, keys = self.material.other, self._keys_of(self.identity_of_other, self.prompt)
-        ours = self._keys_of(self.identity, self.prompt)
-        for group in some:
-            if group.node.depth <= earlier:
-                continue
-            payload = places.held(store, group)
-            shift = earlier if group.kind == HISTORY else 0
-            buffer = places.filled(payload, held.leaves, shift)
-            depth = group.node.depth - earlier
-            name = label(group.kind, (keys or ours).keys[depth - 1], depth)
-            places.put(store, group, places.sealed(payload, buffer, name))
-
-    @staticmethod
-    def _keys_of(identity: Identity, prompt: np.ndarray, tenant: str = "") -> Keys:
-        return block_keys(identity, prompt, tenant)
-
-    def _damage_row(self, case: Case, cache: Cache, row: int) -> Cache:
-        if case.kind == kinds.POSITION and places.kind_of(self.spec, case.component) != CHECKPOINT:
-            return places.claim_length(cache, row, -self.spec.granularity)
-        leaves = forge.forged(self.spec, case, self.material)
-        first = places.starts(self.spec, self.length, case.extent)
-        return places.overwrite_row(self.spec, cache, row, leaves, first)
 
     # -- serving -----------------------------------------------------------------------------------
 
