@@ -7,7 +7,6 @@ of `faults_report.summarise`), report.md, faults.png.
 """
 
 import dataclasses
-import itertools
 import pathlib
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from experiments import (
     run_record,
     train_config,
 )
-from experiments.faults_config import ALL_OFF, ALL_ON, COVERING, RANDOM, FaultsConfig
+from experiments.faults_config import ALL_OFF, ALL_ON, COVERING, GUARD, RANDOM, FaultsConfig
 from experiments.tasks import Recall
 from hetero_kv.faults import kinds
 from hetero_kv.faults.trial import Bench, Outcome
@@ -115,18 +114,27 @@ def _prompt(
     return np.concatenate([document.tokens, questions]).astype(np.int32)
 
 
-def settings(config: FaultsConfig) -> dict[str, tuple[str, ...]]:
-    """Columns of the matrix: name -> the checks that are switched off."""
-    single = {f"no {x}": (x,) for x in config.checks}
-    return {ALL_ON: (), **single, ALL_OFF: kinds.CHECKS}
+def columns_of(config: FaultsConfig) -> list[str]:
+    """Columns of the matrix."""
+    return [ALL_ON, *(f"no {x}" for x in config.checks), GUARD, ALL_OFF]
 
 
-def row_of(outcome: Outcome, column: str) -> dict:
+def switched_off(column: str, case: kinds.Case) -> tuple[str, ...]:
+    """The checks that are off in a column."""
+    if column == GUARD:
+        return tuple(x for x in kinds.CHECKS if x != case.guard)
+    if column in (ALL_ON, ALL_OFF):
+        return () if column == ALL_ON else kinds.CHECKS
+    return (column.removeprefix("no "),)
+
+
+def row_of(outcome: Outcome, column: str, request: int) -> dict:
     """One trial as plain values."""
     case = dataclasses.asdict(outcome.case)
     about = dataclasses.asdict(outcome)
     del about["case"], about["off"]
-    return {"column": column, **case, **about, "bites": outcome.bites}
+    told = {"bites": outcome.bites, "right_reason": outcome.right_reason}
+    return {"column": column, "request": request, **case, **about, **told}
 
 
 def run(config: FaultsConfig) -> dict:
@@ -138,22 +146,27 @@ def run(config: FaultsConfig) -> dict:
     todo = [x for x in made[0].cases(config.extents) if x.kind in config.kinds]
     if config.sample == COVERING:
         todo = kinds.covering(todo)
-    columns, rows = settings(config), []
-    title = f"{len(todo)} faults"
+    columns, rows, some = columns_of(config), [], range(len(made))
+    trials = [
+        (column, case, request)
+        for column in columns
+        for i, case in enumerate(todo)
+        for request in (some if column == ALL_OFF else (i % len(made),))
+    ]
     with (
         tempfile.TemporaryDirectory() as scratch,
-        progress.Progress(len(todo) * len(columns), title=title) as bar,
+        progress.Progress(len(trials), title=f"{len(todo)} faults") as bar,
     ):
-        for (column, off), (i, case) in itertools.product(columns.items(), enumerate(todo)):
-            place = pathlib.Path(scratch) / str(len(rows))
-            outcome = made[i % len(made)].run(case, off, place)
-            rows.append(row_of(outcome, column))
-            bar.update(len(rows))
+        for i, (column, case, request) in enumerate(trials):
+            place = pathlib.Path(scratch) / str(i)
+            outcome = made[request].run(case, switched_off(column, case), place)
+            rows.append(row_of(outcome, column, request))
+            bar.update(i + 1)
     results = {
         "model": config.model,
         "granularity": made[0].spec.granularity,
         "outputs": made[0].outputs,
-        "columns": list(columns),
+        "columns": columns,
         "summary": faults_report.summarise(rows),
         "trials": rows,
     }

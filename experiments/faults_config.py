@@ -6,18 +6,20 @@ from hetero_kv.faults.kinds import ALL, CHECKS, KINDS, LAST
 
 RECALL, RANDOM = "recall", "random"
 COVERING, EVERY = "covering", "all"
-ALL_ON, ALL_OFF = "all on", "all off"  # columns of the matrix
+# Columns of the matrix, beside "no <check>". GUARD: only the check that each fault is for.
+ALL_ON, GUARD, ALL_OFF = "all on", "guard alone", "all off"
 
 
 @dataclasses.dataclass(kw_only=True)
 class FaultsConfig:
-    """One run: every fault under all checks, with each of `checks` off, and with none.
+    """One run: every fault under all checks, with each of `checks` off, with only the one that is
+    there for it, and with none.
 
     model: "recall" is the shipped checkpoint and its task; "random" a tiny model, random weights.
     sample: "covering" takes every line of the table of faults at every moment once, components in
         turn; "all" every component.
     extents: of a prefix's history, "all" of its blocks are hit, or the "last".
-    requests: prompts; faults take them in turn.
+    requests: prompts; faults take them in turn, and with all checks off each is tried on all.
     """
 
     model: str = RECALL

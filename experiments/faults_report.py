@@ -6,7 +6,7 @@ import matplotlib.figure
 import rich.console
 import rich.table
 
-from experiments.faults_config import ALL_OFF, ALL_ON
+from experiments.faults_config import ALL_OFF, ALL_ON, GUARD
 from hetero_kv.faults.trial import REFUSED, SILENT, TOLD, UNNOTICED
 
 Rows = Sequence[Mapping]
@@ -18,10 +18,11 @@ def summarise(rows: Rows) -> dict:
     Fields:
         trials, right, refused, told, silent: how many; the last four by `Outcome.status` (right:
             served right without a word).
+        right_reason: the check on guard has said so, with the component where it can tell.
         wrong_tokens: silently wrong with another token among the outputs that were compared.
         first_token: of those, how many show it in the first output.
-        bites: an answer's logits, or a live row, are not the right ones.
-        answers: an answer's logits are not the right ones.
+        faults: different ones. bites, answers, tokens: of them, how many have on any request
+            changed the answer's logits or a live row; the logits; a token.
     """
     found = {}
     for column in dict.fromkeys(x["column"] for x in rows):
@@ -34,12 +35,19 @@ def summarise(rows: Rows) -> dict:
             "refused": _count(some, REFUSED),
             "told": _count(some, TOLD),
             "silent": len(silent),
+            "right_reason": sum(x["right_reason"] for x in some),
             "wrong_tokens": len(wrong),
             "first_token": sum(x["token"] == 0 for x in wrong),
-            "bites": sum(x["bites"] for x in some),
-            "answers": sum(x["logit"] >= 0 for x in some),
+            "faults": len({_fault(x) for x in some}),
+            "bites": len({_fault(x) for x in some if x["bites"]}),
+            "answers": len({_fault(x) for x in some if x["logit"] >= 0}),
+            "tokens": len({_fault(x) for x in some if x["token"] >= 0}),
         }
     return found
+
+
+def _fault(row: Mapping) -> tuple:
+    return tuple(row[x] for x in ("kind", "component", "moment", "seal", "guard", "extent"))
 
 
 def _count(rows: Rows, status: str) -> int:
@@ -60,21 +68,20 @@ def claims(results: Mapping) -> list[str]:
     """What the trials show, computed from them (nothing here is known beforehand)."""
     summary, outputs = results["summary"], results["outputs"]
     on, off = summary[ALL_ON], summary[ALL_OFF]
+    missed = off["wrong_tokens"] - off["first_token"]
     found = [
         f"With all checks on, {on['silent'] + on['told']} of {on['trials']} faults led to a wrong "
-        f"answer; {on['refused']} were refused or found with a reason, {on['right']} had no "
-        "effect.",
-        f"With all checks off, {off['bites']} of {off['trials']} faults "
-        f"({_share(off['bites'], off['trials'])}) changed the answer's logits or a live row within "
-        f"{outputs} tokens, {off['answers']} ({_share(off['answers'], off['trials'])}) the logits, "
-        f"{off['wrong_tokens']} ({_share(off['wrong_tokens'], off['trials'])}) a token.",
-        f"Of the {off['wrong_tokens']} that changed a token, {off['first_token']} show it in the "
-        f"first one: comparing first tokens misses "
-        f"{_share(off['wrong_tokens'] - off['first_token'], off['wrong_tokens'])} of wrong tokens, "
-        f"and {_share(off['answers'] - off['first_token'], off['answers'])} of wrong answers.",
+        f"answer; {on['refused']} were refused or found with a reason ({on['right_reason']} with "
+        f"that of the check that is there for it), {on['right']} had no effect.",
+        f"With all checks off, {off['bites']} of {off['faults']} faults "
+        f"({_share(off['bites'], off['faults'])}) changed the answer's logits or a live row within "
+        f"{outputs} tokens; {off['answers']} ({_share(off['answers'], off['faults'])}) the logits, "
+        f"{off['tokens']} ({_share(off['tokens'], off['faults'])}) a token.",
+        f"Of the {off['wrong_tokens']} answers with a wrong token, {off['first_token']} show it in "
+        f"the first one: comparing first tokens misses {_share(missed, off['wrong_tokens'])}.",
     ]
     for column, row in summary.items():
-        if column not in (ALL_ON, ALL_OFF):
+        if column not in (ALL_ON, GUARD, ALL_OFF):
             kinds = dict.fromkeys(
                 x["kind"]
                 for x in results["trials"]
@@ -82,6 +89,11 @@ def claims(results: Mapping) -> list[str]:
             )
             names = f": {', '.join(kinds)}" if kinds else " (others find them)"
             found.append(f"{column}: {row['silent']} become silently wrong{names}.")
+    alone = summary[GUARD]
+    found.append(
+        f"With only the check that is there for a fault, {alone['refused']} of {alone['trials']} "
+        "were found."
+    )
     return found
 
 
