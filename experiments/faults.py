@@ -122,7 +122,7 @@ def columns_of(config: FaultsConfig) -> list[str]:
 def switched_off(column: str, case: kinds.Case) -> tuple[str, ...]:
     """The checks that are off in a column."""
     if column == GUARD:
-        return tuple(x for x in kinds.CHECKS if x != case.guard)
+        return kinds.all_but(case.guard)
     if column in (ALL_ON, ALL_OFF):
         return () if column == ALL_ON else kinds.CHECKS
     return (column.removeprefix("no "),)

@@ -91,8 +91,8 @@ def claims(results: Mapping) -> list[str]:
             found.append(f"{column}: {row['silent']} become silently wrong{names}.")
     alone = summary[GUARD]
     found.append(
-        f"With only the check that is there for a fault, {alone['refused']} of {alone['trials']} "
-        "were found."
+        f"With only the check that is there for a fault (and the rules that act on what a fetch "
+        f"finds), {alone['refused']} of {alone['trials']} were found."
     )
     return found
 

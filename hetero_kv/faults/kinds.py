@@ -110,7 +110,7 @@ class Rule:
     contracts: tuple[str, ...]
     moments: tuple[str, ...]
     seal: str
-    guard: str  # the check that finds it, where all others are switched off
+    guard: str  # the check that finds it, also where all others are switched off
     per: str = _COMPONENT
 
 
@@ -235,6 +235,15 @@ def cases(spec: CacheSpec, length: int, extents: tuple[str, ...] = (ALL,)) -> li
                         key = (kind, same, moment, rule.seal, rule.guard, extent)
                         found.setdefault(key, case)
     return list(found.values())
+
+
+def all_but(guard: str) -> tuple[str, ...]:
+    """Every check but one. What is found in a fetch also needs the rules that act on it: the fetch
+    defines the hit, and what is left is planned jointly."""
+    kept = {guard}
+    if guard in (CHECKSUM, TICKET, LABEL, POSITIONS, DELIVERED):
+        kept |= {DELIVERED, JOINT}
+    return tuple(x for x in CHECKS if x not in kept)
 
 
 def covering(found: list[Case]) -> list[Case]:

@@ -50,7 +50,7 @@ def with_all_off(made: Bench, some, directory) -> None:
 
 
 def with_guards_alone(made: Bench, some, directory) -> None:
-    for x in run(made, some, lambda case: {*kinds.CHECKS} - {case.guard}, directory):
+    for x in run(made, some, lambda case: kinds.all_but(case.guard), directory):
         assert x.status == REFUSED and x.right_reason, x
 
 
