@@ -25,7 +25,7 @@ from experiments import (
     run_record,
     train_config,
 )
-from experiments.faults_config import ALL_OFF, ALL_ON, COVERING, GUARD, RANDOM, FaultsConfig
+from experiments.faults_config import ALL_OFF, ALL_ON, AND, COVERING, GUARD, RANDOM, FaultsConfig
 from experiments.tasks import Recall
 from hetero_kv.faults import kinds
 from hetero_kv.faults.trial import Bench, Outcome
@@ -125,7 +125,7 @@ def switched_off(column: str, case: kinds.Case) -> tuple[str, ...]:
         return kinds.all_but(case.guard)
     if column in (ALL_ON, ALL_OFF):
         return () if column == ALL_ON else kinds.CHECKS
-    return (column.removeprefix("no "),)
+    return tuple(column.removeprefix("no ").split(AND))
 
 
 def row_of(outcome: Outcome, column: str, request: int) -> dict:

@@ -2,8 +2,9 @@
 
 import dataclasses
 
-from hetero_kv.faults.kinds import ALL, CHECKS, KINDS, LAST
+from hetero_kv.faults.kinds import ALL, CHECKS, EVIDENCE, JOINT, KINDS, LAST, POSITIONS
 
+AND = " + "  # between checks that are switched off together
 RECALL, RANDOM = "recall", "random"
 COVERING, EVERY = "covering", "all"
 # Columns of the matrix, beside "no <check>". GUARD: only the check that each fault is for.
@@ -19,6 +20,8 @@ class FaultsConfig:
     sample: "covering" takes every line of the table of faults at every moment once, components in
         turn; "all" every component.
     extents: of a prefix's history, "all" of its blocks are hit, or the "last".
+    checks: several joined by " + " are off together: behind the joint plan and the positions of
+        checkpoints, the evidence finds the same.
     requests: prompts; faults take them in turn, and with all checks off each is tried on all.
     """
 
@@ -27,7 +30,7 @@ class FaultsConfig:
     sample: str = COVERING
     extents: tuple[str, ...] = (ALL,)
     kinds: tuple[str, ...] = KINDS
-    checks: tuple[str, ...] = CHECKS
+    checks: tuple[str, ...] = (*CHECKS, f"{POSITIONS}{AND}{EVIDENCE}", f"{JOINT}{AND}{EVIDENCE}")
     requests: int = 2
     document_tokens: int = 64  # resumed; a multiple of the chunk, at least two
     question_tokens: int = 4  # after the resumed length
@@ -42,12 +45,13 @@ class FaultsConfig:
             ("sample", (COVERING, EVERY)),
             ("extents", (ALL, LAST)),
             ("kinds", KINDS),
-            ("checks", CHECKS),
         ):
             value = getattr(self, name)
             chosen = (value,) if isinstance(value, str) else value
             if not chosen or set(chosen) - set(known):
                 raise ValueError(f"{name}={value} must be of {known}")
+        if not self.checks or {x for one in self.checks for x in one.split(AND)} - set(CHECKS):
+            raise ValueError(f"checks={self.checks} must be of {CHECKS}, or some of them with +")
         if self.requests < 1 or self.question_tokens < 1:
             raise ValueError(f"need {self.requests=} >= 1 and {self.question_tokens=} >= 1")
         if self.document_tokens % self.chunk or self.document_tokens < 2 * self.chunk:

@@ -170,7 +170,7 @@ def figure(results: Mapping) -> matplotlib.figure.Figure:
     axis.set_xticks(range(len(columns)), columns, rotation=40, ha="right", fontsize=8)
     axis.set_yticks(range(len(names)), [x.replace("_", " ") for x in names], fontsize=8)
     axis.set_title("Silently wrong answers, of faults tried", fontsize=10)
-    fig.colorbar(image, ax=axis, label="share", fraction=0.03)
+    fig.colorbar(image, ax=axis, label="share", fraction=0.03, pad=0.01)
     fig.tight_layout()
     return fig
 

@@ -17,7 +17,7 @@ def config(directory: pathlib.Path, **changes: object) -> FaultsConfig:
     small = dict(
         model="random",
         kinds=(kinds.ZERO, kinds.REUSED),
-        checks=(kinds.CHECKSUM, kinds.EVIDENCE, kinds.AUDIT),
+        checks=(kinds.CHECKSUM, kinds.EVIDENCE, kinds.AUDIT, "checksum + audit"),
         document_tokens=16,
         chunk=8,
         workdir=str(directory / "run"),
@@ -37,6 +37,7 @@ def test_files_and_claims(tmp_path: pathlib.Path) -> None:
         "no checksum",
         "no evidence",
         "no audit",
+        "no checksum + audit",
         GUARD,
         ALL_OFF,
     ]
@@ -47,8 +48,9 @@ def test_files_and_claims(tmp_path: pathlib.Path) -> None:
     table = faults_report.matrix(results["trials"])
     assert table[kinds.ZERO]["no checksum"][0] == 3 and table[kinds.ZERO]["no evidence"][0] == 0
     assert table[kinds.ZERO]["no audit"][0] == 4
+    assert table[kinds.ZERO]["no checksum + audit"][0] == 7
     assert table[kinds.REUSED] == {
-        **dict.fromkeys((ALL_ON, "no checksum", "no audit", GUARD), (0, 1)),
+        **dict.fromkeys((ALL_ON, "no checksum", "no audit", "no checksum + audit", GUARD), (0, 1)),
         "no evidence": (1, 1),
         ALL_OFF: (2, 2),
     }
@@ -64,6 +66,7 @@ def test_files_and_claims(tmp_path: pathlib.Path) -> None:
         {"sample": "some"},
         {"kinds": ()},
         {"checks": ("luck",)},
+        {"checks": ("audit + luck",)},
         {"extents": ("first",)},
         {"requests": 0},
         {"document_tokens": 8},
