@@ -42,11 +42,10 @@ class Injector:
         kind = places.kind_of(self.spec, case.component)
         nodes = places.path(store, self.keys, self.length)
         some = places.groups(nodes, kind, case.extent)
-        if case.kind == kinds.EVICTED or (case.kind, case.moment) == (kinds.DROP, kinds.HOST):
+        if case.kind == kinds.DROP:
+            self._drop(case, store, some)
+        elif case.kind == kinds.EVICTED:
             places.evict(store, some[0])
-        elif case.kind == kinds.DROP:
-            for group in some:
-                places.kill(store, group)
         elif case.kind == kinds.GENERATION:
             self._recycle(case, store, nodes, some)
         elif case.seal == kinds.OWN:
@@ -71,6 +70,19 @@ class Injector:
         return places.overwrite_row(self.spec, cache, row, leaves, first)
 
     # -- inside --------------------------------------------------------------------------------
+
+    @staticmethod
+    def _drop(case: Case, store: PrefixStore, some: list[Group]) -> None:
+        if case.seal == kinds.REMADE:
+            for group in some:
+                payload = places.held(store, group)
+                short = places.without(payload, case.component, group.label)
+                places.put(store, group, short)
+        elif case.moment == kinds.DISK:
+            for group in some:
+                places.kill(store, group)
+        else:
+            places.evict(store, some[0])
 
     def _recycle(
         self, case: Case, store: PrefixStore, nodes: list[Node], some: list[Group]

@@ -136,6 +136,8 @@ def _of_others(kind: str) -> tuple[Rule, ...]:
 TABLE: tuple[Rule, ...] = (
     Rule(DROP, _POINTS, (HOST,), NONE, JOINT, _GROUP),
     Rule(DROP, _ANY, (DISK,), NONE, DELIVERED, _GROUP),
+    Rule(DROP, _RINGS, (HOST, FETCH), REMADE, EVIDENCE),  # sealed without the component
+    Rule(DROP, (_H, _S), (HOST, FETCH), REMADE, AUDIT),
     Rule(DROP, (_H, *_RINGS), (ROW,), NONE, EVIDENCE),
     Rule(DROP, (_S,), (ROW,), NONE, AUDIT),
     *_values(ZERO),

@@ -74,6 +74,16 @@ def sealed(payload: ArrayPayload, buffer: np.ndarray, name: bytes | None) -> Arr
     return ArrayPayload.seal(payload.layout, name, buffer)
 
 
+def without(payload: ArrayPayload, component: str, name: bytes) -> ArrayPayload:
+    """A payload that was made and sealed without a component."""
+    layout = dataclasses.replace(
+        payload.layout,
+        sections=tuple(x for x in payload.layout.sections if x.component != component),
+        components=tuple(x for x in payload.layout.components if x[0] != component),
+    )
+    return ArrayPayload.seal(layout, name, payload.buffer.copy())
+
+
 def held(store: PrefixStore, group: Group) -> ArrayPayload:
     """The payload of a group, wherever it is."""
     if group.on_host:

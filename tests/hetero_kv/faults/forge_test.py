@@ -15,6 +15,7 @@ CASES = [
     x
     for x in kinds.cases(SPEC, LENGTH)
     if x.seal in FORGED
+    and not (x.kind == kinds.DROP and x.moment != kinds.ROW)
     and x.kind not in WHOLE
     and x.guard not in (kinds.IDENTITY, kinds.JOINT, kinds.DELIVERED)
     and not (x.kind == kinds.POSITION and x.component not in ("windows", "tails"))
