@@ -1,0 +1,1 @@
+"""Tests of the fault harness, and by it of the checks."""

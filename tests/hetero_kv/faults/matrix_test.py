@@ -1,0 +1,122 @@
+"""The fault matrix on small models: all checks on, none, one off, one alone."""
+
+import collections
+import functools
+
+import numpy as np
+import pytest
+
+from hetero_kv.faults import checks, kinds
+from hetero_kv.faults.trial import REFUSED, SILENT, Bench
+from hetero_kv.prefix.payload import ArrayPayload
+from tests.hetero_kv.engine import world
+from tests.models import tiny
+
+# What finds the same one step later: a checkpoint that is not there, or is blank.
+BEHIND = {
+    kinds.JOINT: (kinds.EVIDENCE,),
+    kinds.POSITIONS: (kinds.EVIDENCE,),
+    kinds.DELIVERED: (kinds.POSITIONS, kinds.EVIDENCE),
+}
+
+
+@functools.cache
+def bench(name: str = "small") -> Bench:
+    model, params = world.model(name)
+    rng = np.random.default_rng(0)
+    length = 2 * model.cache_spec.granularity
+    prompt, donor = (rng.integers(0, world.VOCAB, length + 4) for _ in range(2))
+    other = tiny.random_params(model, seed=5)
+    return Bench(model, params, other, prompt, donor, length, config=model.config)
+
+
+def run(made: Bench, some, off, directory) -> list:
+    """off: names, or a function of the case."""
+    found = []
+    for i, case in enumerate(some):
+        names = off(case) if callable(off) else off
+        found.append(made.run(case, names, directory / str(i)))
+    return found
+
+
+def with_all_on(made: Bench, some, directory) -> None:
+    for x in run(made, some, (), directory):
+        assert x.status == REFUSED and x.token == x.logit == -1 and not x.live, x
+        assert x.right_reason, x
+
+
+def with_all_off(made: Bench, some, directory) -> None:
+    found = run(made, some, kinds.CHECKS, directory)
+    assert all(x.within == made.outputs for x in found)
+    assert sum(x.bites for x in found) >= 0.9 * len(found)
+    assert sum(x.logit >= 0 for x in found) >= 0.9 * len(found)
+    assert all(x.status == SILENT for x in found if x.logit >= 0)
+
+
+def with_guards_alone(made: Bench, some, directory) -> None:
+    for x in run(made, some, lambda case: kinds.all_but(case.guard), directory):
+        assert x.status == REFUSED and x.right_reason, x
+
+
+def with_guards_off(made: Bench, some, directory) -> None:
+    """Without the check on guard, and what stands behind it, the fault passes."""
+
+    def off(case) -> tuple[str, ...]:
+        return (case.guard, *BEHIND.get(case.guard, ()))
+
+    silent = collections.Counter(
+        x.case.guard for x in run(made, some, off, directory) if x.status == SILENT
+    )
+    assert set(silent) == set(kinds.CHECKS), silent
+
+
+def test_a_covering_sample(tmp_path) -> None:
+    made = bench()
+    assert made.outputs == 2 * 4 + 1
+    sample = kinds.covering(made.cases())
+    with_all_on(made, sample, tmp_path / "on")
+    with_all_off(made, sample, tmp_path / "off")
+    with_guards_off(made, sample, tmp_path / "without")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["small", "v4"])
+def test_all_faults(name: str, tmp_path) -> None:
+    made = bench(name)
+    every = made.cases((kinds.ALL, kinds.LAST))
+    with_all_on(made, every, tmp_path / "on")
+    with_all_off(made, made.cases(), tmp_path / "off")
+    with_guards_alone(made, every, tmp_path / "alone")
+    with_guards_off(made, made.cases(), tmp_path / "without")
+
+
+def test_nothing_stays_switched_off() -> None:
+    owners = list(checks._exchanges(frozenset(kinds.CHECKS), {}, world.identity()))
+    before = [owner.__dict__[name] for owner, name, _ in owners]
+    assert len(owners) >= len(kinds.CHECKS) - 1  # AUDIT is a mode of the engine
+    with (
+        pytest.raises(RuntimeError, match="inside"),
+        checks.switched_off(kinds.CHECKS, world.identity()),
+    ):
+        assert all(
+            owner.__dict__[name] is not x
+            for x, (owner, name, _) in zip(before, owners, strict=True)
+        )
+        raise RuntimeError("inside")
+    assert [owner.__dict__[name] for owner, name, _ in owners] == before
+    assert "damaged" in ArrayPayload.__dict__
+
+
+def test_an_unknown_check_is_refused() -> None:
+    with (
+        pytest.raises(ValueError, match="no such checks"),
+        checks.switched_off(["luck"], world.identity()),
+    ):
+        pass
+
+
+def test_a_bench_needs_a_boundary() -> None:
+    model, params = world.model()
+    prompt = np.zeros(20, np.int32)
+    with pytest.raises(ValueError, match="length=15"):
+        Bench(model, params, params, prompt, prompt, 15, config=model.config)
