@@ -48,6 +48,7 @@ _COUNTERS = {
     "promoted_bytes_total": "Bytes of the groups promoted.",
     "invalidated_groups_total": "Groups dropped because they may not be used, by reason.",
     "invalidated_bytes_total": "Bytes of the groups invalidated.",
+    "stale_tickets_total": "Groups taken out of memory whose slot was no longer theirs.",
     "dropped_total": "Damaged groups, by the component at fault.",
     "healed_total": "Groups damaged in host memory that the disk still held.",
     "epochs_total": "Changes of the weights.",

@@ -243,7 +243,7 @@ class Room:
             self.used[kind] -= group.nbytes
             if group.queued:
                 self._eviction[kind].remove(group, evicted)
-            self.tier.drop(group.ticket)
+            self._drop_payload(group)
         if self.disk is not None:
             self.disk.detach(group)
 
@@ -254,8 +254,15 @@ class Room:
         if group.queued:
             self._eviction[group.kind].remove(group, True)
             group.queued = False
-        self.tier.drop(group.ticket)
+        self._drop_payload(group)
         group.slot = -1
+
+    def _drop_payload(self, group: Group) -> None:
+        """Gives its bytes back. A stale ticket's slot is another's, or nobody's: it is counted."""
+        if self.tier.is_current(group.ticket):
+            self.tier.drop(group.ticket)
+        else:
+            self._counters.add("stale_tickets_total", kind=group.kind)
 
     def _only_on_disk(self, kind: str, node: Node, payload: Payload, pins: int, short: str) -> str:
         """Stores a group that host memory has no room for, for the reason `short`.

@@ -47,6 +47,20 @@ def test_a_flipped_bit_anywhere_shortens_the_hit(kind, blocks, left):
         assert store.explain(tokens).plan.resumable_length == 48
 
 
+@pytest.mark.parametrize("kind, blocks, left", [(HISTORY, 3, 16), (CHECKPOINT, 6, 32)])
+def test_a_stale_ticket_shortens_the_hit_and_raises_nothing(kind, blocks, left):
+    store, cache, tokens = make(), synthetic.empty(SPEC), prompt(1)
+    cache, _ = serve(store, cache, 0, tokens)
+    group = stored(store, kind, blocks)
+    store.catalog.tier._generations[group.ticket.slot] += 1  # recycled behind the catalog's back
+    with store.lookup(tokens) as lease:
+        cache = store.restore(lease, cache, 0)
+        assert int(cache.length[0]) == left
+        assert any(x.code == "stale" for x in lease.reasons)
+    assert plain_metrics(store)[f'stale_tickets_total{{kind="{kind}"}}'] == 1
+    assert store.explain(tokens).plan.resumable_length == left  # and it does not come back
+
+
 def test_two_faults_end_in_a_cold_start():
     store, cache, tokens = make(), synthetic.empty(SPEC), prompt(1)
     cache, _ = serve(store, cache, 0, tokens)
