@@ -32,6 +32,9 @@ def run(
     say: Callable[[str], None] = print,
 ) -> int:
     """Does one of ACTIONS; returns the exit code."""
+    if action == "prune" and nbytes < 1:
+        say(f"prune needs --bytes=N, N >= 1: the bytes that may be left, got {nbytes}")
+        return 2
     if not directory.is_dir():
         say(f"{directory} is no directory")
         return 2

@@ -118,16 +118,19 @@ class Engine(Endings):
         handle = Handle(self._submitted)
         self._submitted += 1
         self.counters.add("requests_total")
-        now = self.now()
-        arrival = now if request.arrival is None else max(request.arrival, now)
+        arrival = now = self.now()
         try:
             rows = self.rows
             why = requests.problem(request, self._vocab, rows.capacity, rows.max_stops)
             prompt = np.array(request.tokens, np.int32) if not why else np.zeros(0, np.int32)
-        except (TypeError, ValueError) as error:
+            if not why and request.arrival is not None:
+                arrival = max(request.arrival, now)
+        except (TypeError, ValueError, OverflowError) as error:
             why, prompt = f"the request is malformed: {error}", np.zeros(0, np.int32)
         if not why and self.scheduler.full:
             why = f"{len(self.scheduler.waiting)} requests are waiting, the most there may be"
+        if not isinstance(request, Request):
+            request = Request(prompt)  # stands for what was given, and is refused
         entry = Entry(handle, request, prompt, arrival)
         self._entries[handle] = entry
         if why:

@@ -7,6 +7,14 @@ from collections.abc import Callable
 SAVE, RECOMPUTE, NEVER = "save", "recompute", "never"
 
 
+_LEAST = {
+    **dict.fromkeys(("burst", "chunks_per_step", "max_stops", "max_waiting"), 1),
+    **dict.fromkeys(("tenant_slots", "audit_failures", "max_audits"), 1),
+    **dict.fromkeys(("saved_bytes", "flight_timeout", "audit_share", "shadow_share"), 0),
+    **dict.fromkeys(("noise_floor", "seed"), 0),
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """How an engine works; every default will do.
@@ -51,5 +59,7 @@ class Options:
     def __post_init__(self):
         if self.preempt not in (SAVE, RECOMPUTE, NEVER):
             raise ValueError(f"preempt must be save, recompute or never, got {self.preempt!r}")
-        if self.chunks_per_step < 1:
-            raise ValueError(f"chunks_per_step must be >= 1, got {self.chunks_per_step}")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not value >= least:
+                raise ValueError(f"{name} must be >= {least}, got {value!r}")

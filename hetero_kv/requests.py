@@ -16,6 +16,8 @@ FINAL = (FINISHED, CANCELLED, REFUSED, FAILED)
 ADMITTED, TOKEN, PREEMPTED, REUSE_OFF = "admitted", "token", "preempted", "reuse_off"
 
 MAX_SEED = 2**32 - 1
+MAX_TOP_K = 2**31 - 1
+MAX_FLOAT = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +36,14 @@ class Sampling:
 
     def problem(self) -> str:
         """What makes no sense of it, or ""."""
-        if not (0 <= self.temperature < float("inf")):
-            return f"temperature must be finite and >= 0, got {self.temperature}"
-        if self.top_k < 0 or not 0 < self.top_p <= 1:
-            return f"need top_k >= 0 and 0 < top_p <= 1, got {self.top_k=}, {self.top_p=}"
-        if not 0 <= self.seed <= MAX_SEED:
-            return f"seed must be in 0..{MAX_SEED}, got {self.seed}"
+        if not _is_number(self.temperature) or self.temperature < 0:
+            return f"temperature must be finite and >= 0, got {self.temperature!r}"
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            return f"top_p must be in (0, 1], got {self.top_p!r}"
+        if not _is_integer(self.top_k) or not 0 <= self.top_k <= MAX_TOP_K:
+            return f"top_k must be an integer in 0..{MAX_TOP_K}, got {self.top_k!r}"
+        if not _is_integer(self.seed) or not 0 <= self.seed <= MAX_SEED:
+            return f"seed must be an integer in 0..{MAX_SEED}, got {self.seed!r}"
         return ""
 
 
@@ -120,23 +124,46 @@ class Result:
     reasons: tuple[Reason, ...]
 
 
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    """Whether it is a finite real number that a float32 holds."""
+    real = isinstance(value, int | float | np.integer | np.floating)
+    return real and not isinstance(value, bool) and abs(value) <= MAX_FLOAT
+
+
 def problem(request: Request, vocab: int, capacity: int, max_stops: int) -> str:
     """Why a request can never be served, and what to do about it, or ""."""
+    if not isinstance(request, Request):
+        return f"a Request is needed, got {type(request).__name__}"
     tokens = np.asarray(request.tokens)
     if tokens.ndim != 1 or not tokens.size or not np.issubdtype(tokens.dtype, np.integer):
         return f"tokens must be i32[n] with n >= 1, got {tokens.dtype}{list(tokens.shape)}"
     if tokens.min() < 0 or tokens.max() >= vocab:
         return f"tokens must be in 0..{vocab - 1}, got {tokens.min()}..{tokens.max()}"
-    if request.max_new_tokens < 1:
-        return f"max_new_tokens must be >= 1, got {request.max_new_tokens}"
-    need = tokens.size + request.max_new_tokens
+    count = request.max_new_tokens
+    if not _is_integer(count) or count < 1:
+        return f"max_new_tokens must be an integer >= 1, got {count!r}"
+    need = tokens.size + count
     if need > capacity:
         return (
-            f"needs {tokens.size} + {request.max_new_tokens} = {need} tokens, but a slot holds "
+            f"needs {tokens.size} + {count} = {need} tokens, but a slot holds "
             f"{capacity}; ask for fewer, or make an engine with a larger capacity"
         )
+    if not isinstance(request.stop, tuple | list) or not all(map(_is_integer, request.stop)):
+        return f"stop must be a tuple of token ids, got {request.stop!r}"
     if len(request.stop) > max_stops:
         return f"has {len(request.stop)} stop ids, at most {max_stops} are possible"
     if any(not 0 <= x < vocab for x in request.stop):
         return f"stop ids must be in 0..{vocab - 1}, got {request.stop}"
+    if not _is_number(request.priority):
+        return f"priority must be a finite number, got {request.priority!r}"
+    if request.arrival is not None and not _is_number(request.arrival):
+        return f"arrival must be None or finite seconds, got {request.arrival!r}"
+    if not isinstance(request.tenant, str):
+        return f"tenant must be a string, got {request.tenant!r}"
+    if not isinstance(request.sampling, Sampling):
+        return f"sampling must be a Sampling, got {request.sampling!r}"
     return request.sampling.problem()

@@ -13,6 +13,7 @@ from hetero_kv.guard import LeakedShape
 from hetero_kv.metrics import Counters
 from hetero_kv.params import Params
 from hetero_kv.prefix.baseline import HashOnlyStore
+from hetero_kv.prefix.identity import weights_digest
 from hetero_kv.prefix.plan import Reason
 from hetero_kv.prefix.store import PrefixStore
 from hetero_kv.requests import Handle
@@ -61,7 +62,7 @@ class Reuser:
         if (store is None) != (mode == OFF):
             raise ValueError(f"reuse={mode!r} and {store=}: a store is for reuse, and only for it")
         if store is not None:
-            _check_store(rows, mode, store)
+            _check_store(rows, mode, store, params)
         if not 0 <= share <= 1:
             raise ValueError(f"the share of audited or shadowed requests is 0..1, got {share}")
         self.mode, self.store, self.breaker = mode, store, breaker
@@ -289,7 +290,7 @@ class Reuser:
             entry.run = Run()
 
 
-def _check_store(rows: Rows, mode: str, store: PrefixStore) -> None:
+def _check_store(rows: Rows, mode: str, store: PrefixStore, params: Params) -> None:
     if store.spec != rows.spec:
         raise ValueError("the store was made for another cache spec than the model's")
     identity = store.identity
@@ -299,7 +300,15 @@ def _check_store(rows: Rows, mode: str, store: PrefixStore) -> None:
             f"{identity.batch=}: use Identity.of(…, batch=1)"
         )
     if isinstance(store, HashOnlyStore) != (mode == HASH_ONLY):
-        raise ValueError(f"reuse={mode!r} does not go with a {type(store).__name__}")
+        raise ValueError(
+            f"reuse={mode!r} does not go with a {type(store).__name__}: 'hash_only' takes a "
+            "hetero_kv.prefix.baseline.HashOnlyStore, every other mode a PrefixStore"
+        )
+    if identity.weights != weights_digest(params):
+        raise ValueError(
+            "the store's identity was made of other weights than the engine's: make it with "
+            "Identity.of(spec, params, …) of the very params in use, or call store.advance_epoch"
+        )
 
 
 def is_lost(cache: Cache) -> bool:

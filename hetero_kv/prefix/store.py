@@ -16,7 +16,7 @@ from hetero_kv.prefix.costs import Costs
 from hetero_kv.prefix.disk.tier import DiskTier
 from hetero_kv.prefix.explain import Explanation, component_rows
 from hetero_kv.prefix.host import HostTier
-from hetero_kv.prefix.identity import Identity
+from hetero_kv.prefix.identity import Identity, describe_leaves
 from hetero_kv.prefix.index import CHECKPOINT, HISTORY, Group, Node
 from hetero_kv.prefix.keys import Digest, Keys, read_root, sha256
 from hetero_kv.prefix.lease import Lease
@@ -89,6 +89,9 @@ class PrefixStore(Upkeep):
             raise ValueError(f"a store with a disk needs what reading it costs, got {costs}")
         if identity.block != spec.block:
             raise ValueError(f"{identity.block=} is not {spec.block=}: use Identity.of(spec, …)")
+        _check_identity(spec, identity)
+        if disk_dir is not None and not str(disk_dir):
+            raise ValueError("disk_dir is empty: name a directory, or leave it out")
         if epochs_kept < 0:
             raise ValueError(f"epochs_kept is a number of epochs >= 0, got {epochs_kept}")
         self.spec = spec
@@ -187,6 +190,7 @@ class PrefixStore(Upkeep):
         """
         self._check_open()
         self._check_row(cache, row)
+        self.transfer.check(cache)
         if lease.released:
             raise ValueError("the lease is released: restore inside its with block")
         started = self._observer.clock()
@@ -253,6 +257,7 @@ class PrefixStore(Upkeep):
         """
         self._check_open()
         self._check_row(cache, row)
+        self.transfer.check(cache)
         started = self._observer.clock()
         keys = self._keys(tokens, tenant, extra)
         if keys.refusal:
@@ -405,3 +410,14 @@ class PrefixStore(Upkeep):
         # JAX would clamp a bad index to a neighbour's row.
         if not 0 <= row < cache.batch:
             raise ValueError(f"{row=} is not within {cache.batch=}")
+
+
+def _check_identity(spec: CacheSpec, identity: Identity) -> None:
+    """Raises ValueError for an identity that was made of another model's cache."""
+    if identity.leaves and identity.leaves != describe_leaves(spec):
+        raise ValueError(
+            "the identity was made for other cached leaves (shapes, dtypes or layers) than the "
+            "spec's: use Identity.of(spec, …) with this spec"
+        )
+    if identity.regime == "exact" and identity.leaves and identity.chunk != spec.chunk:
+        raise ValueError(f"{identity.chunk=} is not {spec.chunk=}: use Identity.of(spec, …)")

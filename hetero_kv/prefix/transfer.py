@@ -19,6 +19,7 @@ from hetero_kv.prefix import transfer_pages
 from hetero_kv.prefix.payload import ArrayPayload, Section, checkpoint_layout, history_layout
 from hetero_kv.state import Cache
 
+_OTHER = "it was made by another model"
 Arrays = dict[str, jax.Array | np.ndarray]  # by LeafSlot.path
 
 
@@ -48,6 +49,22 @@ class Transfer:
         self._read_checkpoint = jax.jit(self._traced_read_checkpoint)
         self.write = jax.jit(self._traced_write, donate_argnums=0)
         self.overwrite = jax.jit(self._traced_overwrite, donate_argnums=0, static_argnames="zeroed")
+
+    def check(self, cache: Cache) -> None:
+        """Raises ValueError unless the cache is one of this spec."""
+        paged = cache.pages is not None
+        for slot in self.spec.slots():
+            try:
+                found = cache.leaf(slot)
+            except (LookupError, TypeError):
+                raise ValueError(f"the cache has no leaf {slot.path}: {_OTHER}") from None
+            want = (slot.repeats, cache.batch, *slot.leaf.shape(cache.capacity))
+            in_pages = paged and isinstance(slot.leaf.contract, History)
+            if found.dtype != jnp.dtype(slot.leaf.dtype) or (not in_pages and found.shape != want):
+                raise ValueError(
+                    f"{slot.path} of the cache is {found.dtype}{list(found.shape)}, and "
+                    f"{slot.leaf.dtype}{list(want)} by the store's spec: {_OTHER}"
+                )
 
     def history_layout(self, block: int):
         """The layout of a block's history group."""

@@ -1,5 +1,6 @@
 """Admission, refusal, cancellation: one request's trouble is its own."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -25,6 +26,23 @@ REFUSALS = {
     "seed": (Request(TOKENS, 5, sampling=Sampling(seed=-1)), "seed"),
     "not tokens": (Request("text"), "i32"),
     "ragged": (Request([[1], [1, 2]]), "malformed"),
+    "a huge top_k": (Request(TOKENS, 5, sampling=Sampling(1.0, top_k=2**40)), "top_k"),
+    "a broken top_k": (Request(TOKENS, 5, sampling=Sampling(1.0, top_k=1.5)), "top_k"),
+    "a huge temperature": (Request(TOKENS, 5, sampling=Sampling(10**400)), "temperature"),
+    "a broken seed": (Request(TOKENS, 5, sampling=Sampling(seed=1.5)), "seed"),
+    "no sampling": (Request(TOKENS, 5, sampling=None), "Sampling"),
+    "a priority in letters": (Request(TOKENS, 5, priority="a"), "priority"),
+    "no priority": (Request(TOKENS, 5, priority=float("nan")), "priority"),
+    "stops in a set": (Request(TOKENS, 5, stop={3}), "stop"),
+    "a broken stop": (Request(TOKENS, 5, stop=(2.5,)), "stop"),
+    "not a number of tokens": (Request(TOKENS, float("nan")), "max_new_tokens"),
+    "half a token": (Request(TOKENS, 2.5), "max_new_tokens"),
+    "never arrives": (Request(TOKENS, 5, arrival=float("inf")), "arrival"),
+    "arrives at no time": (Request(TOKENS, 5, arrival=float("nan")), "arrival"),
+    "arrives in words": (Request(TOKENS, 5, arrival="now"), "arrival"),
+    "a numbered tenant": (Request(TOKENS, 5, tenant=5), "tenant"),
+    "nothing at all": (None, "Request"),
+    "a dict": ({"tokens": TOKENS}, "Request"),
 }
 
 
@@ -210,7 +228,9 @@ def test_prompt_logits_are_those_of_the_model() -> None:
         (dict(options=dict(preempt="perhaps")), "preempt must be"),
         (dict(options=dict(chunks_per_step=0)), "chunks_per_step"),
         (dict(options=dict(audit_share=1.5)), "0..1"),
-        (dict(options=dict(audit_failures=0)), "at least 1"),
+        (dict(options=dict(audit_failures=0)), "audit_failures must be >= 1"),
+        (dict(options=dict(saved_bytes=-1)), "saved_bytes"),
+        (dict(options=dict(max_audits=0)), "max_audits"),
         (dict(options=dict(max_waiting=0)), "max_waiting"),
     ],
 )
@@ -259,3 +279,10 @@ def _events(made: Engine) -> list:
     while made.busy:
         found += made.step()
     return found
+
+
+def test_a_store_of_other_weights_is_refused() -> None:
+    made, params = world.model()
+    other = jax.tree.map(lambda x: x + 1 if x.dtype == np.float32 else x, params)
+    with pytest.raises(ValueError, match="other weights"):
+        Engine(made, other, store=world.store(), slots=1, capacity=64)

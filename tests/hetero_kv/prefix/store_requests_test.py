@@ -2,10 +2,13 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from hetero_kv import validate
+from hetero_kv.contract import CacheSpec
+from hetero_kv.prefix.identity import Identity
 from hetero_kv.prefix.store import PrefixStore
 from tests.hetero_kv import synthetic
 from tests.hetero_kv.prefix.stores import (
@@ -164,3 +167,31 @@ def test_configurations_that_cannot_work_fail_at_the_start():
     with pytest.raises(ValueError, match="block"):
         PrefixStore(SPEC, identity(synthetic.everything(block=16)), host_bytes=PLENTY)
     make(synthetic.only(synthetic.FULL), policy="never")  # nothing to checkpoint
+
+
+def test_a_cache_of_another_model_is_refused():
+    store, tokens = make(), prompt(1)
+    good = synthetic.empty(SPEC)
+    slot = next(iter(SPEC.slots()))
+    leaf = good.leaf(slot)
+    for wrong in (leaf.astype(jnp.float16), jnp.concatenate([leaf, leaf], axis=-1)):
+        cache = good.with_leaves({slot: wrong})
+        with pytest.raises(ValueError, match=f"{slot.path} of the cache is .* by the store's spec"):
+            store.publish(tokens, cache)
+        with store.lookup(tokens) as lease, pytest.raises(ValueError, match="another model"):
+            store.restore(lease, cache)
+    assert not store.catalog.groups()
+
+
+def test_an_identity_of_another_cache_is_refused():
+    other = dataclasses.replace(SPEC.segments[0], repeats=SPEC.segments[0].repeats + 1)
+    deeper = CacheSpec((other, *SPEC.segments[1:]), chunk=SPEC.chunk, block=SPEC.block)
+    weights = {"w": np.zeros(3, np.float32)}
+    made = Identity.of(deeper, weights, {}, batch=1)
+    with pytest.raises(ValueError, match="other cached leaves"):
+        PrefixStore(SPEC, made, host_bytes=1 << 20)
+    same = Identity.of(SPEC, weights, {}, batch=1)
+    with pytest.raises(ValueError, match="chunk"):
+        PrefixStore(SPEC, dataclasses.replace(same, chunk=2 * SPEC.chunk), host_bytes=1 << 20)
+    with pytest.raises(ValueError, match="disk_dir is empty"):
+        PrefixStore(SPEC, same, host_bytes=1 << 20, disk_dir="", disk_bytes=1 << 20)
