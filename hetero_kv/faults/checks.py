@@ -5,7 +5,6 @@ exchange holds in the whole process while the context is open.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -192,10 +191,8 @@ def _as_far_as_keys_match(real: Callable) -> Callable:
         top = top // geometry.granularity * geometry.granularity
         if top <= found.resumable_length:
             return found
-        routes = blind.routes | dict.fromkeys(geometry.checkpoint, HOST)
-        return dataclasses.replace(
-            found, resumable_length=top, routes=routes, reasons=(), replay=None
-        )
+        routes = {**blind.routes, **dict.fromkeys(geometry.checkpoint, HOST)}
+        return found._replace(resumable_length=top, routes=routes, reasons=(), replay=None)
 
     return plan
 
