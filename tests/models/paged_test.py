@@ -89,7 +89,9 @@ def run(length: int, other: int) -> Cache:
     return tiny.copy(_run(length, other))
 
 
-@pytest.mark.parametrize("name", SPANS)
+@pytest.mark.parametrize(
+    "name", [PLAIN, "full_mixed", pytest.param("scanned", marks=pytest.mark.full)]
+)
 def test_pages_have_the_bits_of_a_contiguous_cache(name: str) -> None:
     made, params = model(name)
     rows, pages, tokens = tiny.empty(made), empty(name), tiny.tokens()

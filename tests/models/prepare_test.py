@@ -8,7 +8,7 @@ from tests.models import tiny
 
 
 def test_prepared_weights_give_the_same_logits() -> None:
-    config = tiny.model("v4")[0].config
+    config = tiny.model("v4")[0].config.replace(layer_types=("csa",), mlp_types=("moe",))
     apart = models.build(config.replace(scan_layers=False))
     params = apart.init(jax.random.key(0))
     prepared = apart.prepare(params)
