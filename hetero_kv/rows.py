@@ -128,9 +128,9 @@ class Rows:
         ]
         self._reset = self._jit("reset", self._traced_reset)
         self._stand = self._jit("stand", self._traced_stand)
-        self._put = self._jit("put", put)
+        self._put = self._jit("put", state.put_row)
         self._wipe = self._jit("wipe", self._traced_wipe)
-        self._take = self.guard.jit("take", take, _batch)
+        self._take = self.guard.jit("take", state.take_row, _batch)
         self._differ = self.guard.jit("differ", self._traced_differ, _batch)
         self._pick = self.guard.jit("pick", sampling.choose, lambda *_: "1 row")
         self._prefill = self.guard.jit(
@@ -246,7 +246,7 @@ class Rows:
 
     def _traced_wipe(self, cache: Cache, row: jax.Array) -> Cache:
         fresh = self.model.init_cache(1, self.capacity, True)
-        return put(cache, row, fresh)
+        return state.put_row(cache, row, fresh)
 
     def _traced_prefill(
         self,
@@ -262,7 +262,7 @@ class Rows:
     ) -> tuple[jax.Array, Cache, jax.Array]:
         # The barriers keep the model's program what it is alone, so that its bits do not depend on
         # the number of slots around it.
-        one = jax.lax.optimization_barrier(take(cache, row))
+        one = jax.lax.optimization_barrier(state.take_row(cache, row))
         bits = jnp.zeros(len(self.components), jnp.uint32)
         if self.check:
             bits = jnp.where(check, validate.evidence(self.spec, one).bits[0], bits)
@@ -272,7 +272,7 @@ class Rows:
         logits, one = self.model.stack.call(
             params, tokens, count, one, first, logits=kind, replay=replay
         )
-        return logits, put(cache, row, jax.lax.optimization_barrier(one)), bits
+        return logits, state.put_row(cache, row, jax.lax.optimization_barrier(one)), bits
 
     def _traced_decode(
         self, params: Params, cache: Cache, ask: Ask, steps: jax.Array
@@ -356,34 +356,6 @@ class Rows:
         return np.int32(row)
 
 
-def take(cache: Cache, row: jax.Array) -> Cache:
-    """One row as a cache of batch 1; traceable."""
-
-    def cut(axis: int) -> Callable[[jax.Array], jax.Array]:
-        return lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis)
-
-    return Cache(
-        length=cut(0)(cache.length),
-        grid_length=cut(0)(cache.grid_length),
-        layers=jax.tree.map(cut(1), cache.layers),
-        capacity=cache.capacity,
-    )
-
-
-def put(cache: Cache, row: jax.Array, one: Cache) -> Cache:
-    """The cache with one row exchanged; traceable."""
-
-    def paste(axis: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
-        return lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, row, axis)
-
-    return Cache(
-        length=paste(0)(cache.length, one.length),
-        grid_length=paste(0)(cache.grid_length, one.grid_length),
-        layers=jax.tree.map(paste(1), cache.layers, one.layers),
-        capacity=cache.capacity,
-    )
-
-
 def position_of(spec: CacheSpec, slot: LeafSlot, row: int, length: int) -> int:
     """The last token position that row `row` of a leaf depends on directly, at `length`."""
     leaf = validate.owner(spec, slot).leaf
@@ -412,7 +384,7 @@ def _error(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def _wrong_length(wrong: jax.Array) -> jax.Array:
-    return jnp.where(wrong, jnp.uint32(validate.LENGTH), jnp.uint32(0))
+    return validate.bit(wrong, validate.LENGTH)
 
 
 def _batch(cache: Cache, *_: object) -> str:

@@ -1,6 +1,7 @@
 """The cache pytree: built from a CacheSpec, updated by pure functions, donated to jitted steps."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -134,4 +135,32 @@ def reset_row(spec: CacheSpec, cache: Cache, row: int | jax.Array) -> Cache:
     }
     return cache.with_leaves(fresh).replace(
         length=cache.length.at[row].set(0), grid_length=cache.grid_length.at[row].set(0)
+    )
+
+
+def take_row(cache: Cache, row: int | jax.Array) -> Cache:
+    """One row of a contiguous cache, as a cache of batch 1; traceable."""
+
+    def cut(axis: int) -> Callable[[jax.Array], jax.Array]:
+        return lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis)
+
+    return Cache(
+        length=cut(0)(cache.length),
+        grid_length=cut(0)(cache.grid_length),
+        layers=jax.tree.map(cut(1), cache.layers),
+        capacity=cache.capacity,
+    )
+
+
+def put_row(cache: Cache, row: int | jax.Array, one: Cache) -> Cache:
+    """The contiguous cache with one row exchanged for a cache of batch 1; traceable."""
+
+    def paste(axis: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        return lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, row, axis)
+
+    return Cache(
+        length=paste(0)(cache.length, one.length),
+        grid_length=paste(0)(cache.grid_length, one.grid_length),
+        layers=jax.tree.map(paste(1), cache.layers, one.layers),
+        capacity=cache.capacity,
     )

@@ -82,7 +82,7 @@ def evidence(
     wrong_length = (cache.length != length) | (cache.grid_length < 0)
     wrong_length |= cache.grid_length > cache.length
     bits = {name: jnp.zeros(cache.length.shape, jnp.uint32) for name in names}
-    bits[LENGTHS] = _bit(wrong_length, LENGTH)
+    bits[LENGTHS] = bit(wrong_length, LENGTH)
     for slot in spec.slots():
         if isinstance(slot.leaf.contract, Scratch):
             continue
@@ -120,16 +120,17 @@ def positions_agree(spec: CacheSpec, slot: LeafSlot, held: jax.Array, length: ja
     return ((held == expected) | ~live).all(axis=-1)
 
 
-def _bit(wrong: jax.Array, bit: int) -> jax.Array:
-    return jnp.where(wrong, jnp.uint32(bit), jnp.uint32(0))
+def bit(wrong: jax.Array, reason: int) -> jax.Array:
+    """u32, of one reason where it applies; `wrong` is bool of any shape."""
+    return jnp.where(wrong, jnp.uint32(reason), jnp.uint32(0))
 
 
 def _disagrees(spec: CacheSpec, slot: LeafSlot, cache: Cache, length: jax.Array) -> jax.Array:
     held = cache.leaf(slot)  # [repeats, R] or [repeats, R, rows]
     if slot.leaf.contract.kind == "count":
         expected = owner(spec, slot).leaf.contract.count(length)
-        return _bit(jnp.any(held != expected[None], axis=0), COUNT)
-    return _bit(~jnp.all(positions_agree(spec, slot, held, length[None]), axis=0), POSITIONS)
+        return bit(jnp.any(held != expected[None], axis=0), COUNT)
+    return bit(~jnp.all(positions_agree(spec, slot, held, length[None]), axis=0), POSITIONS)
 
 
 def _not_finite(slot: LeafSlot, cache: Cache, length: jax.Array) -> jax.Array:
@@ -139,4 +140,4 @@ def _not_finite(slot: LeafSlot, cache: Cache, length: jax.Array) -> jax.Array:
     width = value.ndim - (3 if has_rows else 2)
     live = live.reshape((1, *live.shape[: 2 if has_rows else 1], *[1] * width))
     bad = ~jnp.isfinite(value) & live
-    return _bit(jnp.any(bad, axis=(0, *range(2, value.ndim))), NONFINITE)
+    return bit(jnp.any(bad, axis=(0, *range(2, value.ndim))), NONFINITE)

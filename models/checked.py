@@ -90,7 +90,5 @@ class Run:
 
 def _full(verdict: Verdict, full: jax.Array) -> Verdict:
     """Rows without room for one more token have a wrong length to go on from."""
-    bits = verdict.bits.at[:, -1].set(
-        verdict.bits[:, -1] | jnp.where(full, jnp.uint32(validate.LENGTH), jnp.uint32(0))
-    )
+    bits = verdict.bits.at[:, -1].set(verdict.bits[:, -1] | validate.bit(full, validate.LENGTH))
     return Verdict(bits, verdict.ok & ~full)

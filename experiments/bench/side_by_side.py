@@ -114,21 +114,25 @@ def step_seconds(arm: arms.Arm, token: np.ndarray, steps: int, warm: int = 0) ->
     warm: steps before the clock starts: right after the other arm, its threads still spin and the
     processor's caches hold its weights.
     """
-    for _ in range(warm):
-        token = greedy(arm.step(token))
+    token = _run(arm, token, warm)
     began = time.perf_counter()
-    for _ in range(steps):
-        token = greedy(arm.step(token))
+    _run(arm, token, steps)
     return (time.perf_counter() - began) / steps
 
 
 def scan_seconds(arm: arms.Ours, token: np.ndarray, steps: int, warm: int = 0) -> float:
     """Seconds of a step when all of them are one compiled call; warm as for `step_seconds`."""
-    for _ in range(warm):
-        token = greedy(arm.step(token))
+    token = _run(arm, token, warm)
     began = time.perf_counter()
     arm.scan(token, steps)
     return (time.perf_counter() - began) / steps
+
+
+def _run(arm: arms.Arm, token: np.ndarray, steps: int) -> np.ndarray:
+    """Greedy steps; the token after them."""
+    for _ in range(steps):
+        token = greedy(arm.step(token))
+    return token
 
 
 def medians(name: str, samples: Mapping[str, list[float]]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from hetero_kv.prefix import store as store_module
 from hetero_kv.prefix import upkeep as upkeep_module
 from hetero_kv.prefix.disk import tier as disk_module
 from hetero_kv.prefix.disk.record import Header
-from hetero_kv.prefix.host import CORRUPT, STALE, Fetched, HostTier
+from hetero_kv.prefix.host import CORRUPT, STALE, Fetched, HostTier, Ticket
 from hetero_kv.prefix.identity import Identity
 from hetero_kv.prefix.index import CHECKPOINT
 from hetero_kv.prefix.payload import ArrayPayload
@@ -61,7 +61,7 @@ def _exchanges(off: frozenset[str], seals: Seals, identity: Identity) -> Iterato
         yield ArrayPayload, "damaged", lambda real: _payload_damaged(real, passes)
         yield Header, "damaged", lambda real: _header_damaged(real, passes)
     if kinds.TICKET in off:
-        yield HostTier, "read", lambda real: _read_whatever_is_there
+        yield HostTier, "read", lambda real: read_whatever_is_there
         yield disk_module, "fetched", lambda real: _any_generation(real)
     if kinds.EVIDENCE in off:
         yield rows_module, "validate", lambda real: _Blind()
@@ -138,7 +138,8 @@ def _header_damaged(real: Callable, passes: Callable) -> Callable:
 # -- generation ------------------------------------------------------------------------------------
 
 
-def _read_whatever_is_there(self: HostTier, ticket, label: bytes) -> Fetched:
+def read_whatever_is_there(self: HostTier, ticket: Ticket, label: bytes) -> Fetched:
+    """`HostTier.read` without its look at the generation."""
     payload = self._payloads[ticket.slot]
     if payload is None:
         return Fetched(None, STALE)

@@ -147,7 +147,7 @@ def check(
             bits[name] = bits[name] | found
     parts = jnp.stack([bits[name] != 0 for name in names[:-1]], axis=-1)
     partly = jnp.any(parts, axis=-1) & ~jnp.all(parts, axis=-1)
-    bits[validate.LENGTHS] = bits[validate.LENGTHS] | _bit(partly, validate.JOINT)
+    bits[validate.LENGTHS] = bits[validate.LENGTHS] | validate.bit(partly, validate.JOINT)
     found = jnp.stack([bits[name] for name in names], axis=-1)
     if rows is not None:
         found = jnp.where(rows[:, None], found, jnp.uint32(0))
@@ -213,8 +213,4 @@ def _changed(spec: CacheSpec, cache: Cache, seen: _Columns) -> jax.Array:
 
 def _any(wrong: jax.Array, bit: int) -> jax.Array:
     """bool[R, n] to u32[R]."""
-    return _bit(jnp.any(wrong, axis=1), bit)
-
-
-def _bit(wrong: jax.Array, bit: int) -> jax.Array:
-    return jnp.where(wrong, jnp.uint32(bit), jnp.uint32(0))
+    return validate.bit(jnp.any(wrong, axis=1), bit)

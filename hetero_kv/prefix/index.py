@@ -148,22 +148,17 @@ class Index:
 
         None: another prefix holds the key (a collision), so this one cannot be stored.
         """
+        if parent is not None:
+            found = self.extend_run(parent, (key,), (content,))
+            return found[0] if found else None
         node = self._nodes.get(key)
         if node is not None:
-            return node if node.parent is parent and node.content == content else None
+            return node if node.parent is None and node.content == content else None
         self._last = None
-        if parent is None:
-            node = Node(key, content, None, 0)
-            if self._accounts is not None:
-                node.account = self._accounts.of(read_root(content).tenant)
-            self._roots[node] = None
-        else:
-            node = Node(key, content, parent, parent.depth + 1, parent.account)
-            sibling = parent.child
-            if sibling is not None:
-                node.older, sibling.newer = sibling, node
-            parent.child = node
-        self._nodes[key] = node
+        node = self._nodes[key] = Node(key, content, None, 0)
+        if self._accounts is not None:
+            node.account = self._accounts.of(read_root(content).tenant)
+        self._roots[node] = None
         return node
 
     def extend_run(

@@ -44,6 +44,7 @@ class Transfer:
         self._history_layout = functools.lru_cache(maxsize=4096)(
             functools.partial(history_layout, spec)
         )
+        self._abstract = functools.lru_cache(maxsize=64)(functools.partial(state.abstract, spec))
         self._inspect = jax.jit(self._traced_inspect)
         self._read_history = jax.jit(self._traced_read_history, static_argnames="sizes")
         self._read_checkpoint = jax.jit(self._traced_read_checkpoint)
@@ -52,18 +53,17 @@ class Transfer:
 
     def check(self, cache: Cache) -> None:
         """Raises ValueError unless the cache is one of this spec."""
-        paged = cache.pages is not None
+        wanted = self._abstract(cache.batch, cache.capacity)
         for slot in self.spec.slots():
             try:
-                found = cache.leaf(slot)
+                found, want = cache.leaf(slot), wanted.leaf(slot)
             except (LookupError, TypeError):
                 raise ValueError(f"the cache has no leaf {slot.path}: {_OTHER}") from None
-            want = (slot.repeats, cache.batch, *slot.leaf.shape(cache.capacity))
-            in_pages = paged and isinstance(slot.leaf.contract, History)
-            if found.dtype != jnp.dtype(slot.leaf.dtype) or (not in_pages and found.shape != want):
+            in_pages = cache.pages is not None and isinstance(slot.leaf.contract, History)
+            if found.dtype != want.dtype or (not in_pages and found.shape != want.shape):
                 raise ValueError(
                     f"{slot.path} of the cache is {found.dtype}{list(found.shape)}, and "
-                    f"{slot.leaf.dtype}{list(want)} by the store's spec: {_OTHER}"
+                    f"{want.dtype}{list(want.shape)} by the store's spec: {_OTHER}"
                 )
 
     def history_layout(self, block: int):
@@ -159,7 +159,7 @@ class Transfer:
             checked = check_pages(self.spec, cache)
             verdict = validate.Verdict(checked.bits[row][None], checked.ok[row][None])
             return cache.length[row], cache.grid_length[row], verdict
-        one = _row_of(cache, row)
+        one = state.take_row(cache, row)
         return one.length[0], one.grid_length[0], validate.evidence(self.spec, one)
 
     def _traced_read_history(
@@ -255,20 +255,6 @@ class Transfer:
             length=cache.length.at[row].set(length),
             grid_length=cache.grid_length.at[row].set(length),
         )
-
-
-def _row_of(cache: Cache, row: jax.Array) -> Cache:
-    """A batch of one."""
-
-    def pick(axis: int):
-        return lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis)
-
-    return Cache(
-        length=pick(0)(cache.length),
-        grid_length=pick(0)(cache.grid_length),
-        layers=jax.tree.map(pick(1), cache.layers),
-        capacity=cache.capacity,
-    )
 
 
 def _canonical(spec: CacheSpec, section: Section, value: jax.Array, length: jax.Array) -> jax.Array:

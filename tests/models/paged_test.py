@@ -1,7 +1,6 @@
 """Pages in place of rows: the same bits, one program, and refusals that touch nobody else."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -308,20 +307,6 @@ def test_too_few_pages() -> None:
     traced = jax.jit(functools.partial(made.prefill, logits="none"))
     _, cache = traced(params, tokens[:, 20:23], cache)
     assert list(cache.length) == [19, 23]
-
-
-@pytest.fixture
-def compiled() -> Iterator[list[str]]:
-    """Names of the functions that are compiled while the test runs."""
-    names: list[str] = []
-
-    def listen(event: str, _: float, **about: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            names.append(str(about.get("fun_name")))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def test_one_program_for_every_mix_of_forms_tables_and_lengths(compiled: list[str]) -> None:

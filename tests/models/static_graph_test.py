@@ -25,20 +25,6 @@ def fresh() -> Decoder:
     return models.build(tiny.config(NAME, chunk=32))
 
 
-@pytest.fixture
-def compiled() -> Iterator[list[str]]:
-    """Names of the functions that are compiled while the test runs."""
-    names: list[str] = []
-
-    def listen(event: str, _: float, **about: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            names.append(str(about.get("fun_name")))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def test_one_compile_per_call_size_and_one_for_decode(fresh: Decoder, compiled: list[str]) -> None:
     params = tiny.model(NAME)[1]
     assert fresh.call_sizes == (16, 32)

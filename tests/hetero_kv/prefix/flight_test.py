@@ -11,6 +11,7 @@ from hetero_kv.prefix.sized import SizedStore
 from tests.hetero_kv import synthetic
 from tests.hetero_kv.prefix.stores import SPEC, make, prompt, serve
 from tests.hetero_kv.prefix.stores import identity as identity_of
+from tests.hetero_kv.prefix.threads import in_threads
 
 LONG = 60.0  # seconds that no test waits for
 WORKERS = 64
@@ -45,31 +46,10 @@ class Fake:
         return sum(x > 16 for x in self.computed)
 
 
-def in_threads(jobs):
-    """Runs all jobs at once; raises what the first of them raised."""
-    errors, start = [], threading.Barrier(len(jobs))
-
-    def run(job):
-        start.wait(LONG)
-        try:
-            job()
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=[x], daemon=True) for x in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG)
-    assert not any(x.is_alive() for x in threads), "deadlock"
-    if errors:
-        raise errors[0]
-
-
 @pytest.mark.parametrize("policy", ["full", "end", "fork", "periodic:2", "full/s3fifo"])
 def test_identical_cold_requests_prefill_once(policy):
     fake, tokens = Fake(policy), prompt(1, 100)
-    in_threads([lambda: fake.request(tokens)] * WORKERS)
+    in_threads([lambda: fake.request(tokens)] * WORKERS, LONG)
     assert len(fake.computed) == WORKERS
     assert fake.cold() == 1
     assert fake.store.catalog.leases == 0 and not fake.store.catalog.problems()
@@ -85,7 +65,7 @@ def test_without_waiting_they_all_compute():
             inside.wait(LONG)
             fake.run(keys, lease)
 
-    in_threads([request] * 8)
+    in_threads([request] * 8, LONG)
     assert fake.cold() == 8
 
 
@@ -94,13 +74,13 @@ def test_history_alone_is_enough_where_there_are_no_checkpoints():
     replayed = Geometry(8, 16, 32, ("kv",), ("w",), 16)
     for policy, geometry in (("never", stateless), ("zero", replayed), ("bounded:16", replayed)):
         fake, tokens = Fake(policy, geometry), prompt(1, 100)
-        in_threads([lambda fake=fake, tokens=tokens: fake.request(tokens)] * 16)
+        in_threads([lambda fake=fake, tokens=tokens: fake.request(tokens)] * 16, LONG)
         assert fake.cold() == 1, policy
 
 
 def test_several_prefixes_at_once():
     fake = Fake()
-    in_threads([lambda i=i: fake.request(prompt(i % 4, 100)) for i in range(WORKERS)])
+    in_threads([lambda i=i: fake.request(prompt(i % 4, 100)) for i in range(WORKERS)], LONG)
     assert fake.cold() == 4
 
 
@@ -181,7 +161,7 @@ def test_when_the_leader_dies_exactly_one_takes_over(how):
         holder = [leader]
         jobs[-1] = lambda: (dies(None), holder.clear(), gc.collect())
         del leader
-    in_threads(jobs)
+    in_threads(jobs, LONG)
     assert sum(leads) == 1 and fake.cold() == 1
     assert fake.store.catalog.leases == 0
     abandoned = fake.store.counters.get("abandoned_leases_total")
@@ -215,7 +195,7 @@ def test_leaders_that_cannot_publish_are_not_waited_for_one_after_the_other():
             order.append(lease.fruitless)
             fake.run(keys, lease)
 
-    in_threads([request] * 16)
+    in_threads([request] * 16, LONG)
     assert len(fake.computed) == 16 and max(order) <= 3
 
 

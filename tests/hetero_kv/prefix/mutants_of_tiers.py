@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from hetero_kv import validate
+from hetero_kv.faults import checks
 from hetero_kv.prefix import observe, restore, store
 from hetero_kv.prefix import transfer as transfers
-from hetero_kv.prefix.host import CORRUPT, STALE, Fetched, HostTier
+from hetero_kv.prefix.host import HostTier
 from hetero_kv.prefix.payload import ArrayPayload
 from tests.hetero_kv.prefix import (
     catalog_test,
@@ -128,15 +129,7 @@ def checksums_do_not_cover_whose_bytes_they_are(patch):
     check(catalog_test.test_a_read_that_is_overtaken_is_stale),
 )
 def generations_are_not_compared(patch):
-    def careless(self, ticket, label):
-        payload = self._payloads[ticket.slot]
-        if payload is None:
-            return Fetched(None, STALE)
-        copy = payload.copy()
-        component = copy.damaged(label)
-        return Fetched(None, CORRUPT, component) if component else Fetched(copy)
-
-    patch.setattr(HostTier, "read", careless)
+    patch.setattr(HostTier, "read", checks.read_whatever_is_there)
 
 
 @mutant(

@@ -258,13 +258,7 @@ def test_random_histories_of_two_tenants_keep_all_books_exact(tmp_path, order):
             model.cat.forget(lambda root, tenant=tenant: root.tenant == tenant, "deleted")
             assert not any(held(model.cat, tenant).values())
         else:
-            model.cat.spill()
-            model.cat.lose(model.tier.flush().lost)
-            before = model.labels()
-            model.cat.close()
-            model.tier.close()
-            model.open()
-            assert model.labels() == before, step
+            model.restart(step)
         model.check()
     assert hits
     evicted = [model.counters.get("quota_evicted_groups_total", tier=x) for x in ("host", "disk")]

@@ -1,12 +1,11 @@
 """Reuse equals recompute where prompts part, and with several threads on one store."""
 
-import threading
-
 import numpy as np
 import pytest
 
 from hetero_kv.prefix.store import PrefixStore
 from tests.hetero_kv.prefix.benches import MATE, Bench, bench, reset
+from tests.hetero_kv.prefix.threads import in_threads
 
 POLICIES = ("full", "periodic:2", "end", "fork", "zero")
 LONG = 300.0  # seconds that no test waits for
@@ -65,27 +64,6 @@ def test_forks_where_it_is_not_trivial(policy):
     assert any(forks(bench("wide"), policy, WIDE, n=4 * 64 + 9, more=40))
 
 
-def together(jobs):
-    """Runs all jobs at once; raises what the first of them raised."""
-    errors, start = [], threading.Barrier(len(jobs))
-
-    def run(job):
-        start.wait(LONG)
-        try:
-            job()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=[x], daemon=True) for x in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG)
-    assert not any(x.is_alive() for x in threads), "deadlock"
-    if errors:
-        raise errors[0]
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_concurrent_cold_prefills_on_one_store(policy):
     b = bench("tiny")
@@ -105,7 +83,7 @@ def test_concurrent_cold_prefills_on_one_store(policy):
             assert b.same(tokens, start, logits, cache), (turn, i, start)
             starts.append(start)
 
-    together([lambda turn=turn: requests(turn) for turn in (0, 0, 1, 2)])
+    in_threads([lambda turn=turn: requests(turn) for turn in (0, 0, 1, 2)], LONG)
     assert any(starts) and store.verify() == []
     assert store.catalog.leases == 0
 
@@ -121,6 +99,6 @@ def test_identical_cold_requests_prefill_once():
         assert b.same(tokens, start, logits, cache), start
         starts.append(start)
 
-    together([request] * 64)
+    in_threads([request] * 64, LONG)
     assert sorted(starts) == [0] + [80] * 63
     assert store.counters.get("resumable_tokens_total") == 63 * 80

@@ -382,6 +382,16 @@ class Model:
         assert self.cat.problems() == []
         assert self.tier.ledger().exact
 
+    def restart(self, step):
+        """Everything that could be put on disk is found again."""
+        self.cat.spill()
+        self.cat.lose(self.tier.flush().lost)
+        before = self.labels()
+        self.cat.close()
+        self.tier.close()
+        self.open()
+        assert self.labels() == before, step
+
     def moved(self):
         seen = self.counters.snapshot()
         names = [f"{x}_groups_total" for x in ("demoted", "promoted", "disk_evicted")]
@@ -418,13 +428,7 @@ def test_random_histories_keep_both_ledgers_exact(tmp_path, order, geometry):
             model.cat.spill()
             model.cat.lose(model.tier.flush().lost)
         else:
-            model.cat.spill()
-            model.cat.lose(model.tier.flush().lost)
-            before = model.labels()
-            model.cat.close()
-            model.tier.close()
-            model.open()
-            assert model.labels() == before, step
+            model.restart(step)
         model.check()
     assert hits and model.moved()
     model.cat.clear()
