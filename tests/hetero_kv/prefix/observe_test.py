@@ -207,6 +207,7 @@ def test_latencies_by_the_clock(tmp_path):
     publish, cache = store.catalog.hold, synthetic.empty(SPEC)
 
     def slow(*args):
+        store.disk.write_back()  # no write may be under way while the clock moves
         clock.now += 0.2
         return publish(*args)
 
