@@ -4,6 +4,7 @@ The same code serves the engine (array payloads) and trace replay (sizes only).
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -119,7 +120,7 @@ class Catalog(Room):
                 self.index.prune(parent)
                 return "epoch"  # retired since the keys were made
             stored: list[int] = []  # bytes
-            reason = self._extend(keys, path, parent, payloads, stored)
+            reason = self._extend(keys, path, parent, payloads, sizes, stored)
             if stored:
                 self._count_stored(HISTORY, len(stored), sum(stored))
             return reason
@@ -130,9 +131,10 @@ class Catalog(Room):
         path: list[Node],
         parent: Node,
         payloads: tuple[Payload, ...],
+        sizes: list[int],
         stored: list[int],
     ) -> str:
-        # The hot loop of publishing: `_store` is written out in it.
+        # The hot loop of publishing.
         put, tier, disk = self.tier.place, self.tier, self.disk
         depth, limited, now = len(path), self.accounts is not None, self._lives.clock()
         stop = min(depth + len(payloads), len(keys.keys))
@@ -140,23 +142,21 @@ class Catalog(Room):
         try:
             # Where one block is new, all after it are.
             fresh = nodes and nodes[0].history is None and not limited and disk is None
-            places = tier.place_run(payloads[: len(nodes)]) if fresh else None
-            if places is not None:
-                for node, payload, (slot, generation) in zip(nodes, payloads, places, strict=False):
-                    nbytes = payload.nbytes
-                    node.history = Group(
-                        HISTORY, node, slot, generation, nbytes, 1, False, None, now, now
-                    )
-                    stored.append(nbytes)
-                self.used[HISTORY] += sum(stored)
+            if fresh and len(nodes) < len(sizes):
+                payloads, sizes = payloads[: len(nodes)], sizes[: len(nodes)]
+            first = tier.place_run(payloads, total := sum(sizes)) if fresh else None
+            if first is not None:
+                for slot, node, nbytes in zip(itertools.count(first), nodes, sizes, strict=False):
+                    node.history = Group(HISTORY, node, slot, 0, nbytes, 1, False, None, now, now)
+                self.used[HISTORY] += total
+                stored += sizes
                 path += nodes
                 return "" if len(path) == stop else "collision"
-            for node, payload in zip(nodes, payloads, strict=False):
+            for node, payload, nbytes in zip(nodes, payloads, sizes, strict=False):
                 if node.history is not None:
                     node.history.pins += 1
                     path.append(node)
                     continue
-                nbytes = payload.nbytes
                 ticket, short = None, NO_ROOM
                 if limited:
                     short = self._quota_short(HISTORY, node.account, nbytes)
@@ -214,7 +214,8 @@ class Catalog(Room):
                 node.checkpoint = Group(CHECKPOINT, node, *ticket, nbytes, born=now, used=now)
                 self.used[CHECKPOINT] += nbytes
                 self._charge(node.checkpoint, 1)
-                self._queue(node.checkpoint)
+                node.checkpoint.queued = True
+                self._eviction[CHECKPOINT].add(node.checkpoint, *self._description(node.checkpoint))
                 if self.disk is not None:
                     self.disk.put(node.checkpoint, payload)
             else:
@@ -231,18 +232,15 @@ class Catalog(Room):
             # then a leaf.
             groups = [x.history for x in reversed(path) if x.history is not None]
             order = self._eviction[HISTORY]
-            add, plain = order.add, self.policy.cost is None
-            known = []  # what is added now is recent enough
+            fresh, known = [], []  # what is added now is recent enough
             for group in groups:
                 group.pins -= 1
                 if group.queued or group.slot < 0:
                     known.append(group)
-                elif plain:  # `_queue`, written out
-                    group.queued = True
-                    node = group.node
-                    add(group, node.key, group.nbytes, node.depth, 1.0)
                 else:
-                    self._queue(group)
+                    group.queued = True
+                    fresh.append(group)
+            order.add_all(fresh, self._description)
             if self.disk is None:
                 order.refresh_all(known)
             else:
@@ -370,7 +368,11 @@ class Catalog(Room):
 
     def _presence(self, nodes: list[Node]) -> Presence:
         size = self.geometry.block
-        history = tuple([x.history is not None for x in nodes])
+        # There are no holes: where the last has a history, all before it have.
+        if nodes and nodes[-1].history is not None:
+            history = (True,) * len(nodes)
+        else:
+            history = tuple([x.history is not None for x in nodes])
         checkpoints = frozenset([x.depth * size for x in nodes if x.checkpoint])
         if self.disk is None:
             return Presence(history, checkpoints)

@@ -10,7 +10,7 @@ import collections
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item", bound=Hashable)
@@ -38,6 +38,11 @@ class Eviction(Generic[Item]):
         cost: what it would take to make it anew, in any unit.
         """
         raise NotImplementedError
+
+    def add_all(self, items: Sequence[Item], describe: Callable[[Item], tuple]) -> None:
+        """`add` in this order. describe: an item's key, nbytes, depth and cost."""
+        for item in items:
+            self.add(item, *describe(item))
 
     def touch(self, item: Item) -> None:
         """The item was used."""
@@ -77,6 +82,10 @@ class Lru(Eviction[Item]):
     def add(self, item, key=None, nbytes=1, depth=0, cost=1.0):
         """A new item, the most recent one."""
         self._items[item] = None
+
+    def add_all(self, items, describe):
+        """The same for many; the last one becomes the most recent."""
+        self._items.update(dict.fromkeys(items))
 
     def touch(self, item):
         """Makes the item the most recent one."""

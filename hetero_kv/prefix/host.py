@@ -5,8 +5,7 @@ so whatever happened to a slot while it was read is noticed.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hetero_kv.prefix.payload import Payload
@@ -62,16 +61,18 @@ class HostTier:
         self._generations.append(0)
         return len(self._payloads) - 1, 0
 
-    def place_run(self, payloads: Sequence[Payload]) -> Iterable[tuple[int, int]] | None:
-        """`place` for all of them; None if they do not fit, or slots are to be recycled first."""
-        total = sum([x.nbytes for x in payloads])
+    def place_run(self, payloads: Sequence[Payload], total: int) -> int | None:
+        """`place` for all of them, `total` bytes, in slots side by side of generation 0.
+
+        Returns the first slot; None if they do not fit, or slots are to be recycled first.
+        """
         if total > self.free or self._vacant:
             return None
         self.free -= total
         first, count = len(self._payloads), len(payloads)
         self._payloads += payloads
         self._generations += [0] * count
-        return zip(range(first, first + count), itertools.repeat(0), strict=False)
+        return first
 
     def read(self, ticket: Ticket, label: bytes) -> Fetched:
         """Copies an object out, then checks that the copy is the group that `label` names."""

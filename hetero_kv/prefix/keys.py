@@ -5,7 +5,6 @@ on every match (`Keys.contents`), so that a collision, even of a digest cut shor
 only a miss.
 """
 
-import dataclasses
 import functools
 import hashlib
 import re
@@ -28,8 +27,7 @@ def sha256(message: bytes) -> bytes:
     return hashlib.sha256(message).digest()
 
 
-@dataclasses.dataclass(frozen=True)
-class Keys:
+class Keys(NamedTuple):
     """Keys of the complete blocks of one prompt, or why it is not cacheable.
 
     root, root_content: key of the empty prefix, and what was hashed.
@@ -98,7 +96,7 @@ def of_epoch(keys: Keys, epoch: bytes, digest: Digest = sha256) -> Keys:
     content = _root_content(epoch, root.tenant, root.adapter)
     key = digest(content)
     chain = _chain_by(digest, key, list(keys.contents))
-    return dataclasses.replace(keys, root=key, root_content=content, keys=tuple(chain))
+    return keys._replace(root=key, root_content=content, keys=tuple(chain))
 
 
 def _chain(key: bytes, contents: list[bytes]) -> list[bytes]:

@@ -75,21 +75,21 @@ class Room:
         if self.disk is not None:
             self.disk.offer(groups)
 
-    def _queue(self, group: Group) -> None:
-        """Tells the order of eviction. New history waits for `let_go`: until then it is pinned,
-        and its leaf must come first."""
+    def _description(self, group: Group) -> tuple[bytes, int, int, float]:
+        """What the order of eviction is told of a group. New history is told of by `let_go`: until
+        then it is pinned, and its leaf must come first."""
         node, cost = group.node, 1.0
-        group.queued = True
         if self.policy.cost is not None:
             start = node.depth - 1 if group.kind == HISTORY else 0
             size = self.geometry.block
             cost = self.policy.cost(start * size, node.depth * size)
-        self._eviction[group.kind].add(group, node.key, group.nbytes, node.depth, cost)
+        return node.key, group.nbytes, node.depth, cost
 
     def _count_stored(self, kind: str, groups: int, nbytes: int) -> None:
         count, size = self._moved[kind, "stored"]
-        count.add(groups)
-        size.add(nbytes)
+        with self._counters.lock:
+            count.value += groups
+            size.value += nbytes
 
     def _make_room(self, kind: str, nbytes: int, each: int = 0) -> bool:
         """Evicts until `nbytes` are free; a kind gives way only for what it has over its share.

@@ -85,7 +85,8 @@ class TieredCatalog(Catalog):
                 self.used[group.kind] += nbytes
                 if account is not None:
                     account.host[group.kind] += nbytes
-                self._queue(group)
+                group.queued = True
+                self._eviction[group.kind].add(group, *self._description(group))
                 self._counters.add("promoted_groups_total", kind=group.kind)
                 self._counters.add("promoted_bytes_total", nbytes, kind=group.kind)
                 promoted.append(group)

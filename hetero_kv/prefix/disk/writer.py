@@ -10,10 +10,12 @@ import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from hetero_kv.metrics import LATENCY_BOUNDS, Counters
 from hetero_kv.prefix.disk.books import Books, Entry
 from hetero_kv.prefix.disk.files import Files
-from hetero_kv.prefix.disk.record import SEGMENT_HEADER
+from hetero_kv.prefix.disk.record import SEGMENT_HEADER, Header
 from hetero_kv.prefix.disk.segment import UNREADABLE, Got, Place, Segment
 
 NO_ROOM = "no_room"
@@ -64,7 +66,7 @@ class Writer:
         segment, reason = self._head_for(header.record_bytes, entry.index_bytes)
         if segment is not None:
             try:
-                place = segment.append(header, [payload.buffer])
+                place = self._append(segment, header, payload.buffer)
             except OSError as error:
                 segment, reason = None, error_name(error)
         if segment is None:
@@ -81,6 +83,15 @@ class Writer:
             self.kill(segment, place.offset)
         self._counters.add("disk_written_bytes_total", header.record_bytes)
         self._writing.observe(self._clock() - started)
+
+    def _append(self, segment: Segment, header: Header, payload: np.ndarray) -> Place:
+        """Raises OSError. What is left of the record then, as it could not be cut, is dead."""
+        start = segment.end
+        try:
+            return segment.append(header, [payload])
+        except OSError:
+            self.kill(segment, start)  # nothing to do if it was cut
+            raise
 
     def kill(self, segment: Segment, offset: int) -> None:
         """Marks a record dead; if that fails, `commit` tries again and tells."""
@@ -200,7 +211,7 @@ class Writer:
         if segment is None:
             return False
         try:
-            moves.append((entry, segment, segment.append(got.header, [got.payload])))
+            moves.append((entry, segment, self._append(segment, got.header, got.payload)))
         except OSError as error:
             self._counters.add("disk_errors_total", reason=error_name(error), operation="compact")
             return False

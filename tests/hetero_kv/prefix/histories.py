@@ -306,7 +306,9 @@ class Histories(RuleBasedStateMachine):
         flushed = self.store.flush()
         if self.exact:
             assert flushed.ok
-        if flushed.ok and not self.hidden and self.room_on_disk:
+        # What was lost once stays in host memory alone, until it is published again.
+        safe = all(x.disk is not None for x in self.store.catalog.groups())
+        if flushed.ok and safe and not self.hidden and self.room_on_disk:
             self.acknowledged = {
                 (who, i): world.resumable(self.store, who, tokens)
                 for who in WHO
@@ -327,6 +329,9 @@ class Histories(RuleBasedStateMachine):
             self.flush()
         old, self.directory = self.directory, self.directory.with_name(f"{self._next()}")
         self.files.failing.clear()
+        # A record that was written in part, and could be neither cut nor marked, is met after a
+        # crash: by its checksum.
+        torn = crash and "truncate" in self.files.failed
         known = {(x.kind, x.node.key) for x in self.store.catalog.groups()}
         if crash:
             shutil.copytree(old, self.directory)
@@ -345,7 +350,8 @@ class Histories(RuleBasedStateMachine):
         had_all = self.exact and not crash and self.room_on_disk
         self._open(host, disk)
         found = {(x.kind, x.node.key) for x in self.store.catalog.groups()}
-        assert found <= known
+        assert found <= known or torn
+        self.hidden |= torn
         for (who, i), length in expected.items():
             assert world.resumable(self.store, who, PROMPTS[i]) >= length
         self.exact = had_all and self.roomy

@@ -155,7 +155,7 @@ def a_matching_digest_is_believed(patch):
 
     def believing(*arguments):
         found = original(*arguments)
-        return dataclasses.replace(found, contents=tuple(map(Always, found.contents)))
+        return found._replace(contents=tuple(map(Always, found.contents)))
 
     for place in (store, upkeep):
         if hasattr(place, "block_keys"):

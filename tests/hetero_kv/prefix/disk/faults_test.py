@@ -134,6 +134,34 @@ def test_a_full_disk_frees_what_it_could_not_write_and_counts_it(tmp_path):
     objects.healthy(tier)
 
 
+def test_a_record_written_in_part_never_hides_the_next_one(tmp_path):
+    """It can be neither cut nor marked; its header is whole and says how long it should be."""
+    failing = ("write", "truncate")
+    files = objects.FaultyFiles(lambda operation, count: operation in failing, errno.EIO)
+    files.armed = False
+    tier = objects.make(tmp_path / "a", files=files)
+    objects.fill(tier, range(5))
+    files.armed = True
+    ticket = objects.put(tier, 7)
+    assert tier.flush().lost == (ticket,)
+    crashed = objects.copy(tmp_path / "a", tmp_path / "b")
+    files.armed = False
+    objects.fill(tier, [8, 9])
+    objects.healthy(tier)
+    marked = objects.copy(tmp_path / "a", tmp_path / "c")
+    for directory, at_least in ((crashed, range(5)), (marked, [*range(5), 8, 9])):
+        for path in directory.glob("index*"):
+            path.unlink()  # found by their headers
+        again = objects.make(directory)
+        assert objects.good(again, range(10)) == set(at_least)
+        # What was not marked is found out by its checksum, not before.
+        assert objects.held(again) <= {*at_least, *([7] if directory == crashed else [])}
+        objects.fill(again, [7])
+        assert objects.good(again, range(10)) == {*at_least, 7}
+        objects.healthy(again)
+        again.close()
+
+
 def test_an_index_that_cannot_be_written_costs_nothing(tmp_path, monkeypatch):
     tier = objects.make(tmp_path, index_rows=1)
     objects.fill(tier, range(5))
