@@ -90,13 +90,12 @@ class Catalog(Room):
     def hold(self, keys: Keys, blocks: int) -> list[Node]:
         """Pins the history of the known leading blocks while more are added; see `let_go`."""
         with self._lock:
-            path = []
-            for node in self.index.match(keys)[:blocks]:
-                history = node.history
-                if history is None:
-                    break
-                history.pins += 1
-                path.append(node)
+            path = self.index.match(keys)[:blocks]
+            if path and path[-1].history is None:
+                # There are no holes: what lacks its history stands at the end.
+                path = [x for x in path if x.history is not None]
+            for node in path:
+                node.history.pins += 1
             if self.disk is not None and self.disk.missing:
                 self.disk.retry([x.history for x in path])
             return path
@@ -204,25 +203,28 @@ class Catalog(Room):
                 return "gone"
             if node.checkpoint is not None:
                 return ""  # another thread was faster
-            nbytes, ticket, short = payload.nbytes, None, ""
+            nbytes, placed, short = payload.nbytes, None, ""
             if self.accounts is not None:
                 short = self._quota_short(CHECKPOINT, node.account, nbytes)
             if not short and (nbytes <= self.tier.free or self._make_room(CHECKPOINT, nbytes)):
-                ticket = self.tier.put(payload)
-            if ticket is not None:
+                placed = self.tier.place(payload)
+            if placed is not None:
+                slot, generation = placed
                 now = self._lives.clock()
-                node.checkpoint = Group(CHECKPOINT, node, *ticket, nbytes, born=now, used=now)
+                node.checkpoint = group = Group(
+                    CHECKPOINT, node, slot, generation, nbytes, 0, True, None, now, now
+                )
                 self.used[CHECKPOINT] += nbytes
-                self._charge(node.checkpoint, 1)
-                node.checkpoint.queued = True
-                self._eviction[CHECKPOINT].add(node.checkpoint, *self._description(node.checkpoint))
+                self._eviction[CHECKPOINT].add(group, *self._description(group))
+                if self.accounts is not None:
+                    self._charge(group, 1)
                 if self.disk is not None:
-                    self.disk.put(node.checkpoint, payload)
+                    self.disk.put(group, payload)
             else:
                 short = self._only_on_disk(CHECKPOINT, node, payload, 0, short or NO_ROOM)
                 if short:
                     return short
-            self._count_stored(CHECKPOINT, 1, payload.nbytes)
+            self._count_stored(CHECKPOINT, 1, nbytes)
             return ""
 
     def let_go(self, path: list[Node]) -> None:

@@ -155,9 +155,14 @@ def _tokens(tokens: np.ndarray) -> np.ndarray:
     if tokens.ndim != 1 or (tokens.dtype.kind not in "iu" and tokens.size):
         raise _NotCacheable(f"tokens must be integers [n], got {tokens.dtype}{tokens.shape}")
     # A negative token is a large unsigned one.
-    if tokens.size and tokens.view(tokens.dtype.str.replace("i", "u")).max() > MAX_TOKEN:
+    if tokens.size and tokens.view(_unsigned(tokens.dtype)).max() > MAX_TOKEN:
         raise _NotCacheable(f"a token is outside 0 .. {MAX_TOKEN}")
     return tokens
+
+
+@functools.lru_cache(maxsize=16)
+def _unsigned(dtype: np.dtype) -> np.dtype:
+    return np.dtype(dtype.str.replace("i", "u"))
 
 
 def _extra(extra: Mapping[str, object] | None, length: int) -> tuple[str, list[tuple]]:

@@ -132,19 +132,14 @@ class Segment:
     # -- writing -----------------------------------------------------------------------------
 
     def append(self, header: Header, payload: Sequence[Bytes]) -> Place:
-        """Adds a record.
-
-        Raises OSError; the file is then as long as before. If it cannot be cut, `end` is where the
-        record would have ended: a header that is whole must not reach into the next record.
-        """
+        """Adds a record. Raises OSError; the file is then as long as before, if it can be cut."""
         packed = record.pack(header, self.head, self.end)
         place = Place(self.end, len(packed), header.payload_bytes)
         padding = bytes(header.record_bytes - len(packed) - header.payload_bytes)
         try:
             self._files.write(self._fd, [packed, *payload, padding], self.end)
         except OSError:
-            if not self.cut(self.end):
-                self.end = place.offset + header.record_bytes
+            self.cut(self.end)
             raise
         self.end += header.record_bytes
         if self.end - self._started >= START_BYTES:
@@ -152,17 +147,15 @@ class Segment:
             self._started = self.end
         return place
 
-    def cut(self, size: int) -> bool:
-        """Shortens the file, or at least learns how long it is; whether it could."""
+    def cut(self, size: int) -> None:
+        """Shortens the file, or at least learns how long it is."""
         try:
             self._files.truncate(self._fd, size)
             self.end = size
             self._started = min(self._started, size)
-            return True
         except OSError:
             with contextlib.suppress(OSError):
                 self.end = record.aligned(self._files.size(self._fd))
-            return False
 
     def kill(self, offset: int) -> None:
         """Marks a record as dead, for good. Raises OSError."""

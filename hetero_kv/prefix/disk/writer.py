@@ -85,12 +85,16 @@ class Writer:
         self._writing.observe(self._clock() - started)
 
     def _append(self, segment: Segment, header: Header, payload: np.ndarray) -> Place:
-        """Raises OSError. What is left of the record then, as it could not be cut, is dead."""
+        """Raises OSError. What is left of the record then, as it could not be cut, is dead, and
+        the last in its file: if its header is whole, it would hide the beginning of the next."""
         start = segment.end
         try:
             return segment.append(header, [payload])
         except OSError:
-            self.kill(segment, start)  # nothing to do if it was cut
+            if segment.end != start:
+                self.kill(segment, start)
+                if self.head is segment:
+                    self.head = None
             raise
 
     def kill(self, segment: Segment, offset: int) -> None:

@@ -169,7 +169,7 @@ def test_f10_a_publish_that_dies_at_any_step_leaves_nothing_behind(
     assert world.restored(store, A, STEM)[1] == 32
 
 
-@pytest.mark.parametrize("call", ["put", "read"])
+@pytest.mark.parametrize("call", ["place", "place_run", "read"])
 def test_f10_a_tier_that_raises_leaves_the_ledger_exact(monkeypatch, call):
     store = world.opened()
     world.published(store, A, STEM, 16)
@@ -180,10 +180,10 @@ def test_f10_a_tier_that_raises_leaves_the_ledger_exact(monkeypatch, call):
 
         patch.setattr(store.catalog.tier, call, fails)
         with pytest.raises(MemoryError):
-            if call == "put":
-                store.publish(STEM, world.cold(A, STEM, 32), **A.arguments)
-            else:
+            if call == "read":
                 world.restored(store, A, STEM)
+            else:
+                store.publish(STEM, world.cold(A, STEM, 32), **A.arguments)
     world.healthy(store)
     assert world.totals(store)["leases_open"] == 0
     assert not any(x.pins for x in store.catalog.groups())
