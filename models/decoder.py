@@ -55,6 +55,8 @@ class Decoder:
             param_dtype=config.param_dtype,
             init_scale=config.init_scale,
             chunk=config.chunk,
+            embed_scale=config.embed_scale,
+            softcap=config.final_softcap,
         )
         segments = self.stack.cache_segments()
         lcm = strides_lcm(segments)

@@ -19,7 +19,7 @@ TILE = 64  # entries attended at a time: fixed, so that results do not depend on
 
 @dataclasses.dataclass(frozen=True)
 class EntryPool:
-    """name: of the leaf; ratio: tokens per entry; width: channels of an entry."""
+    """name: of the leaf; ratio: tokens per entry; width: channels of an entry; form: what it is."""
 
     name: str
     component: str
@@ -27,6 +27,7 @@ class EntryPool:
     width: int
     dtype: str
     tile: int = TILE
+    form: attend.Form = attend.LATENT
 
     def leaves(self) -> dict[str, Leaf]:
         """The entries, and a counter bumped where they are written."""
@@ -74,7 +75,7 @@ class EntryPool:
         scale: float,
         chosen: Callable[[jax.Array], jax.Array] | None = None,
     ) -> attend.State:
-        """Adds every visible entry for queries q [R, S, H, c], tile by tile.
+        """Adds every visible entry for queries q [R, S, H, c] (or grouped), tile by tile.
 
         chosen(index of the tile) -> bool[R, S, tile] narrows the set (CSA prefill).
         """
@@ -90,6 +91,6 @@ class EntryPool:
             mask = index < visible
             if chosen is not None:
                 mask = mask & chosen(t)
-            return attend.add(state, q, rows, mask, scale)
+            return self.form.add(state, q, rows, mask, scale)
 
         return jax.lax.fori_loop(0, self.tiles(call), body, state)
