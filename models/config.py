@@ -1,7 +1,7 @@
 """The configuration of a hybrid decoder: every part can be changed or switched off.
 
-Layer types beyond the built-in ones are declared in `attention` and `mlps`: names with fields of their
-own, which come before those of the whole model.
+Layer types beyond the built-in ones are declared in `attention` and `mlps`: names with fields of
+their own, which come before those of the whole model.
 """
 
 import dataclasses

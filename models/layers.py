@@ -8,8 +8,8 @@ import jax
 
 from hetero_kv.attention import registry
 from hetero_kv.attention.call import Call, Mechanism, Train, View
-from hetero_kv.attention.norm import rms_norm
 from hetero_kv.attention.fields import Fields
+from hetero_kv.attention.norm import rms_norm
 from hetero_kv.params import Params, ParamSpec, ParamTree
 from models.config import DecoderConfig
 from models.hyper import Hyper

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from hetero_kv.attention.fields import Fields
 from hetero_kv.params import Params, ParamSpec, ParamTree
-from models.routing import Router
+from models.routing import ROUTER, Router
 
 UNROLL = 8  # expert calls up to which single rows are unrolled
 DENSE = 16  # tokens up to which all experts run on all tokens: each weight is read just once
@@ -32,9 +32,9 @@ GATES = {
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """A gated linear unit: `act(gate, up)`, where gate is clipped above and up both ways at `limit`.
+    """A gated linear unit; gate is clipped above and up both ways at `limit`, 0: never.
 
-    limit = 0: no clamp. act: one of GATES.
+    act: one of GATES.
     """
 
     limit: float = 0.0
@@ -61,11 +61,6 @@ class Unit:
             gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
         y = jnp.matmul(GATES[self.act](gate, up), down)
         return y if down_bias is None else y + down_bias
-
-
-def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array, limit: float) -> jax.Array:
-    """`silu(x G) * (x U)`, down; gate clipped above and up both ways at `limit` if it is > 0."""
-    return Unit(limit)(x, gate_up, down)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +106,7 @@ class MoE:
     limit: float
     hashed: bool
     router_scale: float
-    router: Router = Router()
+    router: Router = ROUTER
     act: str = "silu"
     bias: bool = False  # of the experts' two products
 
@@ -154,10 +149,10 @@ class MoE:
             "gate_up": ParamSpec((e, d, 2 * f)),
             "down": ParamSpec((e, f, d)),
         }
+        tree |= self.router.params(e)
         if self.hashed:
+            tree.pop("bias", None)
             tree["table"] = ParamSpec((self.vocab, self.picks), "expert_table", e, "int32")
-        else:
-            tree |= self.router.params(e)
         if self.bias:
             tree["gate_up_bias"] = ParamSpec((e, 2 * f), "zeros")
             tree["down_bias"] = ParamSpec((e, d), "zeros")

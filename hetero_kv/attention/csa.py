@@ -5,9 +5,9 @@ import dataclasses
 from hetero_kv.attention.compressed import Compressed
 from hetero_kv.attention.compressor import Compressor
 from hetero_kv.attention.entries import EntryPool
+from hetero_kv.attention.fields import Fields
 from hetero_kv.attention.indexer import Indexer
 from hetero_kv.attention.latent_heads import LatentHeads
-from hetero_kv.attention.fields import Fields
 from hetero_kv.attention.window import WindowBranch
 
 

@@ -6,8 +6,8 @@ import jax
 
 from hetero_kv.attention.call import Call, Train, View
 from hetero_kv.attention.entries import TILE, EntryPool
-from hetero_kv.attention.grouped_heads import GroupedHeads
 from hetero_kv.attention.fields import Fields
+from hetero_kv.attention.grouped_heads import GroupedHeads
 from hetero_kv.attention.rope import Rope
 from hetero_kv.contract import LayerSpec
 from hetero_kv.params import Params, ParamTree

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from hetero_kv.attention import attend
-from hetero_kv.attention.norm import rms_norm
 from hetero_kv.attention.fields import Fields
+from hetero_kv.attention.norm import rms_norm
 from hetero_kv.attention.rope import Rope, Table, rotate
 from hetero_kv.params import Params, ParamSpec, ParamTree
 

@@ -5,8 +5,8 @@ import dataclasses
 import jax
 
 from hetero_kv.attention.call import Call, Train, View
-from hetero_kv.attention.grouped_heads import GroupedHeads
 from hetero_kv.attention.fields import Fields
+from hetero_kv.attention.grouped_heads import GroupedHeads
 from hetero_kv.attention.rope import Rope
 from hetero_kv.attention.window import WindowBranch
 from hetero_kv.contract import LayerSpec

@@ -6,8 +6,8 @@ import jax
 
 from hetero_kv.attention import attend
 from hetero_kv.attention.call import Call, Train, View
-from hetero_kv.attention.latent_heads import LatentHeads
 from hetero_kv.attention.fields import Fields
+from hetero_kv.attention.latent_heads import LatentHeads
 from hetero_kv.attention.rope import Rope
 from hetero_kv.attention.window import WindowBranch
 from hetero_kv.contract import LayerSpec
