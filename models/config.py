@@ -20,10 +20,7 @@ class DecoderConfig:
 
     vocab_size: int = 256
     d_model: int = 64
-    layer_types: tuple[str, ...] = (
-        "swa",
-        "csa",
-    )  # per layer: a mechanism, or a name in `attention`
+    layer_types: tuple[str, ...] = ("swa", "csa")  # mechanisms, or names in `attention`
     mlp_types: tuple[str, ...] = ("dense", "dense")  # dense, moe, hash_moe, or a name in `mlps`
     # By layer type: {"mechanism": its name or dotted path, and fields of that type alone}.
     attention: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)

@@ -93,3 +93,6 @@ class Router:
         _, kept = jax.lax.top_k(worth, self.groups_kept)
         keep = jnp.any(kept[..., None] == jnp.arange(self.groups), axis=1)
         return jnp.where(keep[..., None], grouped, -jnp.inf).reshape(ranked.shape)
+
+
+ROUTER = Router()
