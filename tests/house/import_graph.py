@@ -131,7 +131,7 @@ def parse(path: str, text: str, index: Mapping[str, str]) -> Source:
 
 
 def _chosen(tree: ast.Module) -> Iterator[str]:
-    """Yields "package." of every `import_module(f"package.{name}")`: any of its modules is needed."""
+    """Yields "package." of every `import_module(f"package.{name}")`: all its modules are needed."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
             first = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else None
