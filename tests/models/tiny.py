@@ -1,4 +1,4 @@
-"""Small random models that the tests of this directory share, one for every switch of the config.
+"""Small random models that tests share, one for every switch of the config; families by their name.
 
 Compilation takes most of the time of these tests, so models, weights and results are made once per
 process, and every test uses the same number of rows, capacity and call size.
@@ -20,6 +20,7 @@ from hetero_kv.state import Cache
 from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.hf import deepseek_v4
+from tests.models import families
 from tests.oracle import decoder as oracle
 from tests.oracle.trace import Trace
 
@@ -160,6 +161,8 @@ def _draw(
 @functools.cache
 def model(name: str) -> tuple[Decoder, Params]:
     """A model and its weights."""
+    if name in families.names():
+        return families.model(name)
     made = models.build(config(name))
     return made, random_params(made, seed=2)
 

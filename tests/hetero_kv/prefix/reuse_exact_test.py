@@ -8,9 +8,10 @@ from hetero_kv.prefix.baseline import HashOnlyStore
 from hetero_kv.prefix.store import PrefixStore
 from tests.hetero_kv.prefix.benches import MATE, ROW, bench, reset
 from tests.hetero_kv.prefix.stores import plain_metrics
+from tests.models import families
 
 
-@pytest.mark.parametrize("name", ["tiny", "full"])
+@pytest.mark.parametrize("name", ["tiny", "full", *families.names()])
 def test_every_multiple_of_g_resumes_exactly(name):
     b, n = bench(name), 89
     store = PrefixStore(b.spec, b.identity, host_bytes=1 << 24)
