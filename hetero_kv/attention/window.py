@@ -124,7 +124,7 @@ class WindowBranch:
         if tokens <= size:  # one band: exactly the rows there are
             keys = jnp.concatenate([old, kv], axis=1)
             at = jnp.concatenate([before, positions], axis=1)
-            return self.form.add(state, q, keys, self._mask(positions, at), scale)
+            return self.form.add(state, q, keys, self.mask(positions, at), scale)
         bands = -(-tokens // size)
         pad, front = bands * size - tokens, size - old.shape[1]
 
@@ -140,13 +140,13 @@ class WindowBranch:
             return jnp.concatenate([cut(x[:, :-size]), cut(x[:, size:])], axis=1)
 
         keys, at = pairs(old, kv, 0), pairs(before, positions, ABSENT)
-        mask = self._mask(cut(fill(positions, 0, pad)), at)
+        mask = self.mask(cut(fill(positions, 0, pad)), at)
         padded = attend.State(*(cut(fill(x, 0, pad)) for x in state))
         banded = self.form.add(padded, cut(fill(q, 0, pad)), keys, mask, scale)
         join = (x.reshape(rows, bands * size, *x.shape[2:])[:, :tokens] for x in banded)
         return attend.State(*join)
 
-    def _mask(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
+    def mask(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
         """bool[R, S, K] of i32[R, S] query and i32[R, K] key positions."""
         gap = queries[:, :, None] - keys[:, None, :]
         return (gap >= 0) & (gap < self.width) & (keys >= 0)[:, None, :]

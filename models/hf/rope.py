@@ -16,6 +16,13 @@ def mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
+def mscale_weight(value: float, factor: float) -> float:
+    """The weight for which `mscale` has this value; ValueError where no weight gives it."""
+    if factor <= 1:
+        raise ValueError(f"no mscale of factor {factor} is {value}: only 1.0")
+    return round((value - 1.0) / (0.1 * math.log(factor)), 9)  # as a person would write it
+
+
 def rope(parameters: Mapping[str, Any], theta: float) -> dict[str, Any]:
     """Base, stretch or YaRN. theta: the base where the parameters have none."""
     unknown = sorted(set(parameters) - KNOWN)
