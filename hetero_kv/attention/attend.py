@@ -64,8 +64,8 @@ def add_grouped(
 ) -> State:
     """Adds keys k and values v [R, K, G, c] for queries q [R, S, G, h, c] (h heads per key head).
 
-    The state's lead axes are [R, S, G, h]; mask: bool[R, S, K]. softcap: a logit x becomes
-    `softcap * tanh(x / softcap)`; 0: it stays x.
+    The state's lead axes are [R, S, G, h]; mask: bool[R, S, K], or [R, S, G, K]. softcap: x becomes
+    `softcap * tanh(x / softcap)`; 0: logits stay as they are.
     """
     scores = jnp.einsum(
         "rsghc,rkgc->rsghk", q, k.astype(q.dtype), preferred_element_type=jnp.float32
@@ -73,7 +73,8 @@ def add_grouped(
     scores = scores * scale
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
-    state, weights = _merge(state, scores, mask[:, :, None, None, :])
+    mask = mask[:, :, None] if mask.ndim == 3 else mask
+    state, weights = _merge(state, scores, mask[..., None, :])
     new = jnp.einsum(
         "rsghk,rkgc->rsghc",
         weights.astype(q.dtype),

@@ -1,7 +1,7 @@
 """The pool of entries of one compressed branch: its leaf, its visibility rule, dense attention.
 
-Entry i is visible to query t iff `i < (t + 1) // ratio`: the token that closes a group sees the
-entry of that group.
+Entry i is visible to query t iff `i < count(t + 1)`: the token that closes a group sees the entry
+of that group.
 """
 
 import dataclasses
@@ -28,13 +28,19 @@ class EntryPool:
     dtype: str
     tile: int = TILE
     form: attend.Form = attend.LATENT
+    span: int = 0  # tokens that an entry covers; 0: `ratio`
+
+    @property
+    def contract(self) -> History:
+        """When the entries can be resumed."""
+        return History(self.ratio, self.span)
 
     def leaves(self) -> dict[str, Leaf]:
         """The entries, and a counter bumped where they are written."""
         counter = Evidence(of=self.name, kind="count")
         return {
             self.name: Leaf(
-                contract=History(self.ratio),
+                contract=self.contract,
                 component=self.component,
                 width=(self.width,),
                 dtype=self.dtype,
@@ -59,7 +65,7 @@ class EntryPool:
 
     def visible(self, positions: jax.Array) -> jax.Array:
         """How many entries a query at i32[...] positions sees."""
-        return (positions + 1) // self.ratio
+        return self.contract.count(positions + 1)
 
     def tiles(self, call: Call) -> jax.Array:
         """Tiles that hold an entry visible to any query of the call."""

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.parity import families, hf_family
-from tests.parity.families import FamilyCase
+from tests.parity.family_case import FamilyCase
 
 HERE = pathlib.Path(__file__).parent
 AGREE = 3e-5  # of a run in pieces with the run in one: no choice hangs on rounding

@@ -10,7 +10,7 @@ from tests.hetero_kv.faults.matrix_test import bench, run, with_all_on
 from tests.models import families
 
 
-@pytest.mark.parametrize("name", families.names())
+@pytest.mark.parametrize("name", families.every())
 def test_warm_equals_cold_through_the_engine(name: str) -> None:
     store = world.store(name)
     made = world.engine("validated", name, store=store, audit_share=1.0)
@@ -34,7 +34,7 @@ def one_each(cases: list[Case]) -> list[Case]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("name", families.names())
+@pytest.mark.parametrize("name", families.every())
 def test_a_fault_of_every_component_is_caught(name: str, tmp_path) -> None:
     made = bench(name)
     some = one_each(made.cases())

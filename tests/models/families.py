@@ -1,6 +1,7 @@
 """The families but DeepSeek-V4 as small models: those of the goldens, one a family for most tests.
 
-A family is here when it has a golden called `<model_type>-<case>`.
+A family is here when it has a golden called `<model_type>-<case>`. `every` has those as well that
+are in no library: native sparse attention.
 """
 
 import functools
@@ -9,9 +10,12 @@ import pathlib
 
 import numpy as np
 
+import models
 from hetero_kv.params import Params
 from models import hf
+from models.config import DecoderConfig
 from models.decoder import Decoder
+from tests.models.weights import random_params
 
 GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
 CHUNK, BLOCK = 16, 8
@@ -33,8 +37,41 @@ def load(golden: str) -> tuple[Decoder, Params]:
     return hf.from_pretrained(GOLDENS / golden, chunk=CHUNK, block=BLOCK)
 
 
+NSA_SIZES = ("span", "stride", "select", "top")
+NSA = DecoderConfig(
+    vocab_size=64,
+    d_model=24,
+    layer_types=("nsa",) * 2,
+    mlp_types=("dense",) * 2,
+    attention={"nsa": {"nsa_span": 8, "nsa_stride": 4, "nsa_select": 8, "nsa_top": 3}},
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    rope_dim=4,
+    rope_theta=100.0,
+    window=6,
+    d_ff=16,
+    init_scale=1.0,
+    chunk=CHUNK,
+    block=BLOCK,
+)
+
+
+def every() -> list[str]:
+    """Every family, in the library or not."""
+    return [*names(), "nsa"]
+
+
+@functools.cache
+def _nsa() -> tuple[Decoder, Params]:
+    made = models.build(NSA)
+    return made, random_params(made, seed=2)
+
+
 def model(name: str) -> tuple[Decoder, Params]:
-    """A family's first golden."""
+    """A family's first golden, or its random model."""
+    if name == "nsa":
+        return _nsa()
     return load(next(x for x in goldens() if x.startswith(f"{name}-")))
 
 

@@ -14,8 +14,9 @@ from transformers.models.gemma3 import modeling_gemma3
 
 from models import hf
 from tests.parity import hf_family
-from tests.parity.families import FamilyCase, gemma3_text, tokens_of
+from tests.parity.families import gemma3_text, tokens_of
 from tests.parity.families_test import TOLERANCE
+from tests.parity.family_case import FamilyCase
 from tests.parity.splits import run_split
 
 CASE = FamilyCase("caps", {**gemma3_text.TURNS, "attn_logit_softcapping": 1.5}, length=37)

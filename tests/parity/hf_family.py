@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from tests.parity import families
-from tests.parity.families import FamilyCase
+from tests.parity.family_case import FamilyCase
 
 
 def build(model_type: str, case: FamilyCase) -> PreTrainedModel:

@@ -80,7 +80,7 @@ def test_a_covering_sample(tmp_path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["small", "v4", *families.names()])
+@pytest.mark.parametrize("name", ["small", "v4", *families.every()])
 def test_all_faults(name: str, tmp_path) -> None:
     made = bench(name)
     every = made.cases((kinds.ALL, kinds.LAST))

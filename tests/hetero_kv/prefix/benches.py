@@ -179,7 +179,7 @@ def differing(spec, cache, reference) -> list[str]:
 @functools.cache
 def bench(name: str) -> Bench:
     """One of those here, or a family's."""
-    if name in families.names():
+    if name in families.every():
         made = families.model(name)
         return Bench(made[0].config, made=made)
     configs = {

@@ -11,7 +11,7 @@ from tests.hetero_kv.prefix.stores import plain_metrics
 from tests.models import families
 
 
-@pytest.mark.parametrize("name", ["tiny", "full", *families.names()])
+@pytest.mark.parametrize("name", ["tiny", "full", *families.every()])
 def test_every_multiple_of_g_resumes_exactly(name):
     b, n = bench(name), 89
     store = PrefixStore(b.spec, b.identity, host_bytes=1 << 24)

@@ -4,25 +4,13 @@ A module has `BASE`, fields of the library's configuration class for that `model
 `GOLDENS`, the names of the cases that are kept as goldens.
 """
 
-import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 
-
-@dataclasses.dataclass(frozen=True)
-class FamilyCase:
-    """One random model and one random batch, longer than every window and selection."""
-
-    name: str
-    hf: Mapping[str, Any]  # overrides of `BASE`
-    batch: int = 1
-    length: int = 45
-    seed: int = 0
+from tests.parity.family_case import FamilyCase
 
 
 def names() -> list[str]:

@@ -11,7 +11,7 @@ FP8 form. Its docstring of the scores forgets the ReLU that the code has.
 from collections.abc import Mapping
 from typing import Any
 
-from tests.parity.families import FamilyCase
+from tests.parity.family_case import FamilyCase
 
 BASE: Mapping[str, Any] = dict(
     vocab_size=64,

@@ -7,7 +7,7 @@ hand it on): see `tests/parity/gemma3_test.py`. Its other paths are right in eve
 from collections.abc import Mapping
 from typing import Any
 
-from tests.parity.families import FamilyCase
+from tests.parity.family_case import FamilyCase
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 BASE: Mapping[str, Any] = dict(

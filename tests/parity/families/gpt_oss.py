@@ -7,7 +7,7 @@ clamps at 7, beyond what tiny models reach: both are changed here, or a wrong pa
 from collections.abc import Mapping
 from typing import Any
 
-from tests.parity.families import FamilyCase
+from tests.parity.family_case import FamilyCase
 
 LOCAL, FULL = "sliding_attention", "full_attention"
 BASE: Mapping[str, Any] = dict(
