@@ -1,11 +1,17 @@
 """Every family against its goldens, read and written; what its state costs."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from hetero_kv.contract import History, Window
+from hetero_kv.pages.layout import Paging
+from hetero_kv.state import Cache
 from models import hf
+from tests.hetero_kv.pages.convert import owner, reserve
 from tests.models import families, tiny
 
 TOLERANCE = 1e-4
@@ -93,8 +99,88 @@ def test_another_familys_model_cannot_be_written(name: str, tmp_path) -> None:
         hf.save_pretrained(*families.model(name), tmp_path / "out")
 
 
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_gemma_3_with_a_vision_tower(prefix: str, tmp_path) -> None:
+    golden = "gemma3_text-five_to_one"
+    tensors = load_file(families.GOLDENS / golden / "model.safetensors")
+    renamed = {prefix + name.removeprefix("model."): x for name, x in tensors.items()}
+    renamed["vision_tower.a.weight"] = renamed["model.multi_modal_projector.b"] = np.ones(2)
+    save_file(renamed, tmp_path / "model.safetensors")
+    fields = {"model_type": "gemma3", "text_config": families.fields(golden)}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model, params = hf.from_pretrained(tmp_path, chunk=families.CHUNK, block=families.BLOCK)
+    assert model.config == families.load(golden)[0].config
+    jax.tree.map(np.testing.assert_array_equal, params, families.load(golden)[1])
+    with pytest.raises(ValueError, match="gemma3_text"):
+        hf.save_pretrained(model, params, tmp_path / "out", "gemma3")
+    with pytest.raises(ValueError, match="text_config"):
+        hf.family("gemma3").parse({})
+
+
 def test_families_are_found_by_their_files() -> None:
     assert {"deepseek_v4", *families.names()} <= set(hf.families())
     assert "shards" not in hf.families()
     with pytest.raises(ValueError, match="gpt_oss"):
         hf.family("gpt_osss")
+
+
+# -- what the suites do with DeepSeek-V4, for every family -----------------------------------------
+
+
+def run(name: str, cache: Cache, start: int, stop: int) -> tuple[np.ndarray, Cache]:
+    """Prefill of tokens [start, stop), the same number in every row."""
+    model, params = families.model(name)
+    logits, cache = model.prefill(params, tiny.tokens()[:, start:stop], cache)
+    return np.asarray(logits), cache
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", families.every())
+def test_pages_give_the_same_bits(name: str) -> None:
+    model, _ = families.model(name)
+    paging = Paging.of(model.cache_spec, tiny.ROWS, tiny.CAPACITY)
+    cache = model.init_paged_cache(tiny.ROWS, tiny.CAPACITY, paging, poison=True)
+    for tokens in (20, tiny.CAPACITY):
+        for row in range(tiny.ROWS):
+            cache, flags = reserve(cache, row, tokens, owner(row + 1))
+            assert int(flags) == 0
+    plain = tiny.empty(model, poison=True)
+    for start, stop in ((0, 29), (29, 45)):
+        got, cache = run(name, cache, start, stop)
+        want, plain = run(name, plain, start, stop)
+        assert got.tobytes() == want.tobytes()
+    got, want = (tiny.decode(name, x, 9)[0] for x in (cache, plain))
+    assert got.tobytes() == want.tobytes()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", families.every())
+@pytest.mark.parametrize("length, size", [(13, 3), (16, 12), (29, 16)])
+def test_rejected_drafts_leave_no_trace(name: str, length: int, size: int) -> None:
+    model, params = families.model(name)
+    _, start = run(name, tiny.empty(model, poison=True), 0, length)
+    right = tiny.tokens()[:, length : length + size]
+
+    def accepted(count: int, drafted: np.ndarray) -> Cache:
+        _, draft = model.verify(params, drafted, tiny.copy(start))
+        return model.accept(params, draft, np.full(tiny.ROWS, count))
+
+    for count in (1, size // 2, size - 1):
+        drafted = right.copy()
+        drafted[:, count:] = (drafted[:, count:] + 17) % tiny.BASE.vocab_size
+        cache, want = accepted(count, drafted), accepted(count, right[:, :count])
+        tiny.assert_same_state(model, cache, want)
+        got, again = (tiny.decode(name, x, 9)[0] for x in (cache, want))
+        assert got.tobytes() == again.tobytes()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", families.every())
+def test_exact_replay(name: str) -> None:
+    model, params = families.model(name)
+    start, stop = 0, 48
+    _, want = run(name, tiny.empty(model, poison=True), 0, stop)
+    _, used = run(name, tiny.empty(model, poison=True), 0, stop)
+    cache = model.replay(params, tiny.tokens(), used, start, stop)
+    tiny.assert_same_state(model, cache, want)
+    assert np.asarray(cache.grid_length).tolist() == [stop] * tiny.ROWS

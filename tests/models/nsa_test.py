@@ -64,7 +64,7 @@ def test_a_golden_of_its_own_fields() -> None:
     tokens = tiny.tokens()[:, :LENGTH]
     want = np.asarray(jax.jit(model.forward)(params, tokens))
     own = model.config.attention["nsa"]
-    for change in ({"nsa_top": 4}, {"nsa_select": 16}, {"window": 3}):
+    for change in ({"nsa_top": 5}, {"nsa_select": 16}, {"window": 3}):
         config = model.config.replace(attention={"nsa": own | change})
         got = np.asarray(jax.jit(models.build(config).forward)(params, tokens))
         assert np.abs(got - want).max() > 1e-2, change
