@@ -58,6 +58,7 @@ REMADE = "remade"  # checksums made anew: the fault happened before sealing
 CHECKSUM = "checksum"  # bytes of a component against its checksum, after the copy
 TICKET = "generation"  # of a ticket or a record, after the copy
 LABEL = "label"  # key and position (depth) of a payload
+LAYOUT = "layout"  # of what was delivered: every component, in the form of this process
 EVIDENCE = "evidence"  # counts, ring positions and the length, in the call that reads them
 POSITIONS = "checkpoint positions"  # of what a checkpoint delivered, before the restore
 IDENTITY = "identity"  # weights epoch and tenant in the keys, and the lease's epoch
@@ -68,6 +69,7 @@ CHECKS = (
     CHECKSUM,
     TICKET,
     LABEL,
+    LAYOUT,
     EVIDENCE,
     POSITIONS,
     IDENTITY,
@@ -82,6 +84,7 @@ CODES = {
     CHECKSUM: ("corrupt",),
     TICKET: ("stale", "corrupt"),
     LABEL: ("corrupt",),
+    LAYOUT: ("layout",),
     EVIDENCE: ("evidence",),
     POSITIONS: ("evidence",),
     IDENTITY: ("no_match",),
@@ -89,7 +92,7 @@ CODES = {
     DELIVERED: ("stale",),
     AUDIT: ("audit",),
 }
-NAMING = (CHECKSUM, EVIDENCE, POSITIONS, AUDIT)
+NAMING = (CHECKSUM, LAYOUT, EVIDENCE, POSITIONS, AUDIT)
 
 # Extents: how much of a History component is hit.
 ALL, LAST = "all", "last"  # every block of the prefix, or the last one
@@ -136,8 +139,7 @@ def _of_others(kind: str) -> tuple[Rule, ...]:
 TABLE: tuple[Rule, ...] = (
     Rule(DROP, _POINTS, (HOST,), NONE, JOINT, _GROUP),
     Rule(DROP, _ANY, (DISK,), NONE, DELIVERED, _GROUP),
-    Rule(DROP, _RINGS, (HOST, FETCH), REMADE, EVIDENCE),  # sealed without the component
-    Rule(DROP, (_H, _S), (HOST, FETCH), REMADE, AUDIT),
+    Rule(DROP, _ANY, (HOST, FETCH), REMADE, LAYOUT),  # sealed without the component
     Rule(DROP, (_H, *_RINGS), (ROW,), NONE, EVIDENCE),
     Rule(DROP, (_S,), (ROW,), NONE, AUDIT),
     *_values(ZERO),
@@ -243,7 +245,7 @@ def all_but(guard: str) -> tuple[str, ...]:
     """Every check but one. What is found in a fetch also needs the rules that act on it: the fetch
     defines the hit, and what is left is planned jointly."""
     kept = {guard}
-    if guard in (CHECKSUM, TICKET, LABEL, POSITIONS, DELIVERED):
+    if guard in (CHECKSUM, TICKET, LABEL, LAYOUT, POSITIONS, DELIVERED):
         kept |= {DELIVERED, JOINT}
     return tuple(x for x in CHECKS if x not in kept)
 

@@ -15,6 +15,7 @@ from tests.models import tiny
 # What finds the same one step later: a checkpoint that is not there, or is blank.
 BEHIND = {
     kinds.JOINT: (kinds.EVIDENCE,),
+    kinds.LAYOUT: (kinds.EVIDENCE,),
     kinds.POSITIONS: (kinds.EVIDENCE,),
     kinds.DELIVERED: (kinds.POSITIONS, kinds.EVIDENCE),
 }
