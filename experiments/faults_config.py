@@ -23,6 +23,7 @@ class FaultsConfig:
     checks: several joined by " + " are off together: behind the joint plan and the positions of
         checkpoints, the evidence finds the same.
     requests: prompts; faults take them in turn, and with all checks off each is tried on all.
+    weight_noise: of other epochs and tenants, as a share of each weight's own spread.
     """
 
     model: str = RECALL
@@ -31,9 +32,10 @@ class FaultsConfig:
     extents: tuple[str, ...] = (ALL,)
     kinds: tuple[str, ...] = KINDS
     checks: tuple[str, ...] = (*CHECKS, f"{POSITIONS}{AND}{EVIDENCE}", f"{JOINT}{AND}{EVIDENCE}")
-    requests: int = 2
+    requests: int = 4
     document_tokens: int = 64  # resumed; a multiple of the chunk, at least two
-    question_tokens: int = 4  # after the resumed length
+    question_tokens: int = 8  # after the resumed length
+    weight_noise: float = 0.5
     chunk: int = 32
     seed: int = 0
     workdir: str = "runs/faults"

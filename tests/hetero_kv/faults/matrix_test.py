@@ -18,6 +18,10 @@ BEHIND = {
     kinds.LAYOUT: (kinds.EVIDENCE,),
     kinds.POSITIONS: (kinds.EVIDENCE,),
     kinds.DELIVERED: (kinds.POSITIONS, kinds.EVIDENCE),
+    kinds.EVIDENCE: (kinds.SLOT_BYTES,),
+    kinds.FORM: (kinds.RECYCLED, kinds.OWNER),
+    kinds.RECYCLED: (kinds.OWNER,),
+    kinds.VALID: (kinds.PAGE_BYTES,),
 }
 
 
