@@ -206,7 +206,7 @@ def report(found: Mapping) -> list[str]:
     """What `repro` found, for people."""
     lines = [f"warning: {x}" for x in found["warnings"]]
     recorded = found["recorded"]
-    lines.append(f"recorded: {recorded['text'] if recorded else 'no audit, nothing was resumed'}")
+    lines.append(f"recorded: {recorded['text'] if recorded else 'no audit was made'}")
     if found["found"]:
         lines.append(f"here:     {found['found']['text']}")
         lines += [

@@ -166,7 +166,9 @@ class Bundles:
         leaves = dict(exhibit.leaves)
         size = sum(x.nbytes for x in leaves.values())
         if size <= self.most_bytes:
-            return leaves, [] if exhibit.length else ["nothing was resumed: there is no state"]
+            return leaves, [] if exhibit.length else [
+                "no audit was made: there is no restored state"
+            ]
         too_much = f"the state takes {size} bytes, more than {self.most_bytes=} allows"
         if finding is not None and finding.leaves and exhibit.replay is None:
             differing = {x.path: leaves[x.path] for x in finding.leaves if x.path in leaves}

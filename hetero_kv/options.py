@@ -33,7 +33,8 @@ class Options:
         0: the comparison is bitwise. max_audits: unfinished ones at a time.
     bundle_dir: where failed audits, and requests that ask for it, leave a bundle each (see
         bundle.py; None: nowhere): at most max_bundles, each of at most bundle_bytes of state.
-        weights_source: a checkpoint of the weights, which bundles name.
+        Every audit then copies its restored row to the host. weights_source: a checkpoint of the
+        weights, which bundles name.
     keep_logits, keep_prompt_logits: in results.
     debug_poison: rows nobody owns are NaN. strict: a second compile of a bucket raises.
     clock, sleep: seconds.
