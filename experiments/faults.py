@@ -35,10 +35,10 @@ def switched_off(column: str, case: kinds.Case) -> tuple[str, ...]:
 
 
 def concerns(column: str, case: kinds.Case) -> bool:
-    """Whether one of the checks that a column is about can find anything at the case's moment."""
+    """Whether all checks that a column is about can find anything at the case's moment."""
     if column in (ALL_ON, GUARD, ALL_OFF):
         return True
-    return bool(set(switched_off(column, case)) & set(kinds.at(case.moment)))
+    return set(switched_off(column, case)) <= set(kinds.at(case.moment))
 
 
 def row_of(outcome: Outcome, column: str, request: int) -> dict:
