@@ -11,107 +11,13 @@ import pathlib
 import sys
 import tempfile
 
-import jax
-import numpy as np
 import rich.console
 
-import models
-from experiments import (
-    checkpoint,
-    cli,
-    config_tools,
-    faults_report,
-    progress,
-    run_record,
-    train_config,
-)
-from experiments.faults_config import ALL_OFF, ALL_ON, AND, COVERING, GUARD, RANDOM, FaultsConfig
-from experiments.tasks import Recall
+from experiments import cli, config_tools, faults_report, progress, run_record
+from experiments.faults_benches import benches
+from experiments.faults_config import ALL_OFF, ALL_ON, AND, COVERING, GUARD, FaultsConfig
 from hetero_kv.faults import kinds
-from hetero_kv.faults.trial import Bench, Outcome
-from hetero_kv.params import Params
-
-
-def random_config(chunk: int) -> models.DecoderConfig:
-    """A tiny model with every kind of leaf that a decoder has."""
-    return models.DecoderConfig(
-        vocab_size=61,
-        d_model=24,
-        layer_types=("csa", "swa"),
-        mlp_types=("dense", "dense"),
-        n_heads=4,
-        head_dim=12,
-        rope_dim=8,
-        window=6,
-        index_heads=8,
-        index_dim=8,
-        index_topk=3,
-        d_ff=16,
-        init_scale=1.0,
-        chunk=chunk,
-        block=chunk,
-    )
-
-
-def other_weights(params: Params, seed: int) -> Params:
-    """Weights of another epoch: noise of a tenth of each leaf's own spread on top."""
-    rng = np.random.default_rng([13, seed])
-
-    def draw(leaf: jax.Array) -> jax.Array:
-        value = np.asarray(leaf)
-        if not np.issubdtype(value.dtype, np.floating):
-            return leaf
-        noise = rng.normal(size=value.shape) * (0.1 * value.std() + 1e-3)
-        return jax.numpy.asarray(value + noise, value.dtype)
-
-    return jax.tree.map(draw, params)
-
-
-def benches(config: FaultsConfig) -> list[Bench]:
-    """One per request; compiled functions are shared."""
-    rng = np.random.default_rng([11, config.seed])
-    if config.model == RANDOM:
-        model, task = models.build(random_config(config.chunk)), None
-        params = model.init(jax.random.key(config.seed))
-    else:
-        recipe, params = checkpoint.load(config.checkpoint)
-        model = models.build(recipe.model.replace(chunk=config.chunk, block=config.chunk))
-        params, task = jax.device_put(params), _recall(recipe, config)
-    other, found = other_weights(params, config.seed), []
-    for _ in range(config.requests):
-        prompt, donor = (_prompt(task, model, config, rng) for _ in range(2))
-        found.append(
-            Bench(
-                model,
-                params,
-                other,
-                prompt,
-                donor,
-                config.document_tokens,
-                config=model.config,
-                rows=(found[0].rows, found[0].blind) if found else None,
-            )
-        )
-    return found
-
-
-def _recall(recipe: train_config.TrainConfig, config: FaultsConfig) -> Recall:
-    """The task the model was trained on, with its pairs within the document."""
-    if not isinstance(recipe.task, Recall):
-        raise ValueError(f"{config.checkpoint} was not trained on recall but on {recipe.task}")
-    slots = min(recipe.task.slots, config.document_tokens // recipe.task.stride)
-    return dataclasses.replace(recipe.task, slots=slots)
-
-
-def _prompt(
-    task: Recall | None, model: models.Decoder, config: FaultsConfig, rng: np.random.Generator
-) -> np.ndarray:
-    size = config.document_tokens + config.question_tokens
-    if task is None:
-        return rng.integers(0, model.config.vocab_size, size).astype(np.int32)
-    document = task.document(rng, config.document_tokens)
-    questions, _ = task.questions(rng, document, config.question_tokens)
-    return np.concatenate([document.tokens, questions]).astype(np.int32)
+from hetero_kv.faults.trial import Outcome
 
 
 def columns_of(config: FaultsConfig) -> list[str]:
@@ -126,6 +32,13 @@ def switched_off(column: str, case: kinds.Case) -> tuple[str, ...]:
     if column in (ALL_ON, ALL_OFF):
         return () if column == ALL_ON else kinds.CHECKS
     return tuple(column.removeprefix("no ").split(AND))
+
+
+def concerns(column: str, case: kinds.Case) -> bool:
+    """Whether all checks that a column is about can find anything at the case's moment."""
+    if column in (ALL_ON, GUARD, ALL_OFF):
+        return True
+    return set(switched_off(column, case)) <= set(kinds.at(case.moment))
 
 
 def row_of(outcome: Outcome, column: str, request: int) -> dict:
@@ -151,6 +64,7 @@ def run(config: FaultsConfig) -> dict:
         (column, case, request)
         for column in columns
         for i, case in enumerate(todo)
+        if concerns(column, case)
         for request in (some if column == ALL_OFF else (i % len(made),))
     ]
     with (

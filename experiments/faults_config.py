@@ -2,13 +2,37 @@
 
 import dataclasses
 
-from hetero_kv.faults.kinds import ALL, CHECKS, EVIDENCE, JOINT, KINDS, LAST, POSITIONS
+from hetero_kv.faults.kinds import (
+    ALL,
+    CHECKS,
+    EVIDENCE,
+    FORM,
+    JOINT,
+    KINDS,
+    LAST,
+    OWNER,
+    PAGE_BYTES,
+    POSITIONS,
+    RECYCLED,
+    SLOT_BYTES,
+    VALID,
+)
 
 AND = " + "  # between checks that are switched off together
 RECALL, RANDOM = "recall", "random"
 COVERING, EVERY = "covering", "all"
 # Columns of the matrix, beside "no <check>". GUARD: only the check that each fault is for.
 ALL_ON, GUARD, ALL_OFF = "all on", "guard alone", "all off"
+
+
+# Behind these checks others find the same, one step later or in another way.
+TOGETHER = (
+    (POSITIONS, EVIDENCE),
+    (JOINT, EVIDENCE),
+    (EVIDENCE, SLOT_BYTES),
+    (VALID, PAGE_BYTES),
+    (FORM, RECYCLED, OWNER),
+)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -20,9 +44,9 @@ class FaultsConfig:
     sample: "covering" takes every line of the table of faults at every moment once, components in
         turn; "all" every component.
     extents: of a prefix's history, "all" of its blocks are hit, or the "last".
-    checks: several joined by " + " are off together: behind the joint plan and the positions of
-        checkpoints, the evidence finds the same.
+    checks: several joined by " + " are off together; see TOGETHER.
     requests: prompts; faults take them in turn, and with all checks off each is tried on all.
+    weight_noise: of other epochs and tenants, as a share of each weight's own spread.
     """
 
     model: str = RECALL
@@ -30,10 +54,11 @@ class FaultsConfig:
     sample: str = COVERING
     extents: tuple[str, ...] = (ALL,)
     kinds: tuple[str, ...] = KINDS
-    checks: tuple[str, ...] = (*CHECKS, f"{POSITIONS}{AND}{EVIDENCE}", f"{JOINT}{AND}{EVIDENCE}")
+    checks: tuple[str, ...] = (*CHECKS, *(AND.join(x) for x in TOGETHER))
     requests: int = 2
     document_tokens: int = 64  # resumed; a multiple of the chunk, at least two
-    question_tokens: int = 4  # after the resumed length
+    question_tokens: int = 8  # after the resumed length
+    weight_noise: float = 0.5
     chunk: int = 32
     seed: int = 0
     workdir: str = "runs/faults"

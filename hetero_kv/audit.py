@@ -20,12 +20,28 @@ LOGITS = "logits"  # the component that stands for the last logits of the prompt
 
 
 @dataclasses.dataclass(frozen=True)
+class Differing:
+    """One leaf that differs on a live row by more than the noise floor.
+
+    path: LeafSlot.path. layer: of those stacked in the leaf. block, position (tokens): of its first
+    such row. error: the largest of the leaf.
+    """
+
+    component: str
+    path: str
+    layer: int
+    block: int
+    position: int
+    error: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Finding:
     """What an audit found.
 
     ok: nothing differs by more than the noise floor. Otherwise component, leaf, block and position
     (tokens) tell what differs first in the sequence, `error` the largest error of that leaf, and
-    `others` all components that differ.
+    `others` all components that differ, `leaves` all leaves.
     """
 
     handle: Handle
@@ -37,6 +53,8 @@ class Finding:
     position: int = -1
     error: float = 0.0
     others: tuple[str, ...] = ()
+    leaves: tuple[Differing, ...] = ()
+    floor: float = 0.0
 
     def __str__(self) -> str:
         if self.ok:
@@ -52,14 +70,16 @@ def compare(rows: Rows, handle: Handle, held: Cache, cold: Cache, floor: float) 
     """The live rows of two caches of batch 1 at one length."""
     length, other = int(held.length[0]), int(cold.length[0])
     if length != other:
-        return Finding(handle, length, False, "lengths", "length", error=abs(length - other))
+        error = abs(length - other)
+        return Finding(handle, length, False, "lengths", "length", error=error, floor=floor)
     block = rows.spec.block
-    first, components = None, []
+    first, leaves = None, []
     for slot, one in zip(rows.compared, rows.differ(held, cold, floor), strict=True):
         if one.row < 0:
             continue
-        components.append(slot.leaf.component)
         position = position_of(rows.spec, slot, int(one.row), length)
+        about = slot.leaf.component, slot.path, int(one.repeat), position // block, position
+        leaves.append(Differing(*about, float(one.error)))
         leaf = f"{slot.path}, layer {int(one.repeat)}" if slot.repeats > 1 else slot.path
         if first is None or position < first.position:
             first = Finding(
@@ -73,8 +93,9 @@ def compare(rows: Rows, handle: Handle, held: Cache, cold: Cache, floor: float) 
                 float(one.error),
             )
     if first is None:
-        return Finding(handle, length, True)
-    return dataclasses.replace(first, others=tuple(dict.fromkeys(components)))
+        return Finding(handle, length, True, floor=floor)
+    others = tuple(dict.fromkeys(x.component for x in leaves))
+    return dataclasses.replace(first, others=others, leaves=tuple(leaves), floor=floor)
 
 
 class Audit:
@@ -103,6 +124,7 @@ class Audit:
         self.served: np.ndarray | None = None  # f32[V], the answer's logits at the last token
         self.cold: Cache | None = None
         self.finding: Finding | None = None
+        self.recomputed: np.ndarray | None = None  # f32[V], what they are compared with
         self.dropped = False
         self._rows, self._prompt, self._floor = rows, prompt, floor
         self._held = held
@@ -174,11 +196,10 @@ class Audit:
             position = len(self._prompt) - 1
             if found.ok:
                 block = position // self._rows.spec.block
-                found = Finding(
-                    self.handle, self.length, False, LOGITS, LOGITS, block, position, error
-                )
+                about = LOGITS, LOGITS, block, position, error
+                found = Finding(self.handle, self.length, False, *about, floor=self._floor)
             found = dataclasses.replace(found, others=(*found.others, LOGITS))
-        self.finding = found
+        self.finding, self.recomputed = found, self._logits
         self._held = self.cold = None
 
 

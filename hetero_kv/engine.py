@@ -8,6 +8,7 @@ import numpy as np
 
 from hetero_kv import engine_metrics, requests, sampling
 from hetero_kv.audit import Breaker, last_logits
+from hetero_kv.bundle import Bundles
 from hetero_kv.endings import Endings
 from hetero_kv.guard import LeakedShape
 from hetero_kv.metrics import Snapshot
@@ -100,6 +101,7 @@ class Engine(Endings):
             flight_timeout=options.flight_timeout,
             max_audits=options.max_audits,
             seed=options.seed,
+            bundles=Bundles.of(options),
         )
         self.scheduler = Scheduler(slots, options.max_waiting, options.tenant_slots)
         self.cache = self.rows.new()

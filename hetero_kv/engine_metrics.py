@@ -41,6 +41,7 @@ _COUNTERS = {
     "verdicts_total": "Rows that a call refused because their evidence was wrong.",
     "nonfinite_total": "Answers given up because logits were not finite.",
     "audits_total": "Audits, by outcome.",
+    "bundles_total": "Bundles of audits and requests, by outcome; see Engine.reuser.bundles.last.",
     "audit_tokens_total": "Tokens that ran for audits.",
     "reuse_off_total": "Times that failed audits have switched reuse off.",
 }

@@ -11,7 +11,8 @@ _LEAST = {
     **dict.fromkeys(("burst", "chunks_per_step", "max_stops", "max_waiting"), 1),
     **dict.fromkeys(("tenant_slots", "audit_failures", "max_audits"), 1),
     **dict.fromkeys(("saved_bytes", "flight_timeout", "audit_share", "shadow_share"), 0),
-    **dict.fromkeys(("noise_floor", "seed"), 0),
+    **dict.fromkeys(("noise_floor", "seed", "bundle_bytes"), 0),
+    "max_bundles": 1,
 }
 
 
@@ -30,6 +31,10 @@ class Options:
     shadow_share: the same for reuse="shadow".
     audit_failures: failed audits after which reuse is off. noise_floor: an error up to it is none;
         0: the comparison is bitwise. max_audits: unfinished ones at a time.
+    bundle_dir: where failed audits, and requests that ask for it, leave a bundle each (see
+        bundle.py; None: nowhere): at most max_bundles, each of at most bundle_bytes of state.
+        Every audit then copies its restored row to the host. weights_source: a checkpoint of the
+        weights, which bundles name.
     keep_logits, keep_prompt_logits: in results.
     debug_poison: rows nobody owns are NaN. strict: a second compile of a bucket raises.
     clock, sleep: seconds.
@@ -48,6 +53,10 @@ class Options:
     audit_failures: int = 1
     noise_floor: float = 0.0
     max_audits: int = 4
+    bundle_dir: str | None = None
+    bundle_bytes: int = 1 << 28
+    max_bundles: int = 16
+    weights_source: str = ""
     keep_logits: bool = False
     keep_prompt_logits: bool = False
     debug_poison: bool = False

@@ -54,7 +54,8 @@ class Request:
     tokens: i32[n], n >= 1. max_new_tokens: >= 1. stop: token ids that end the answer, each of them
     the last token of it. priority: higher goes first, and may preempt. arrival: seconds by the
     engine's clock; before them it is not admitted; None: when it is submitted. tenant, extra: as
-    for `PrefixStore.lookup`.
+    for `PrefixStore.lookup`. bundle: it is audited whatever the share, and leaves a bundle whatever
+    is found (where the engine has `Options.bundle_dir`).
     """
 
     tokens: np.ndarray
@@ -65,6 +66,7 @@ class Request:
     extra: Mapping[str, object] | None = None
     priority: int = 0
     arrival: float | None = None
+    bundle: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

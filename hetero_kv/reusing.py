@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from hetero_kv.audit import Audit, Breaker, Finding
+from hetero_kv.bundle import FAILED, Bundles, Exhibit
 from hetero_kv.guard import LeakedShape
 from hetero_kv.metrics import Counters
 from hetero_kv.params import Params
@@ -40,6 +41,7 @@ class Reuser:
         breaker: reuse is off once it opens.
         flight_timeout: seconds to wait for another request that computes the same prefix.
         max_audits: unfinished audits at a time, each with two rows of its own.
+        bundles: of failed audits, and of requests that ask for one.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Reuser:
         flight_timeout: float,
         max_audits: int,
         seed: int,
+        bundles: Bundles | None = None,
     ):
         if mode not in MODES:
             raise ValueError(f"reuse must be one of {MODES}, got {mode!r}")
@@ -66,7 +69,9 @@ class Reuser:
         if not 0 <= share <= 1:
             raise ValueError(f"the share of audited or shadowed requests is 0..1, got {share}")
         self.mode, self.store, self.breaker = mode, store, breaker
+        self.bundles = bundles
         self.audits: dict[Handle, Audit] = {}
+        self._exhibits: dict[Handle, Exhibit] = {}  # of audits that may come to a bundle
         self.findings: list[Finding] = []  # of finished audits, not yet taken by the engine
         self._rows, self._params, self._counters = rows, params, counters
         self._share, self._floor, self._seed = share, floor, seed
@@ -169,6 +174,8 @@ class Reuser:
         audit = self.audits.get(entry.handle)
         if audit is not None:
             audit.served = logits
+        elif entry.request.bundle:  # nothing was resumed
+            self._bundle(Exhibit.of(self._rows.spec, entry, 0, None), None, served=logits)
 
     def publish(self, entry: Entry, cache: Cache) -> None:
         """Publishes what the row holds of the prompt, if it was begun under the store's eyes."""
@@ -203,6 +210,7 @@ class Reuser:
         if audit is not None and audit.served is None:
             audit.dropped = True
             del self.audits[entry.handle]
+            self._exhibits.pop(entry.handle, None)
             self._counters.add("audits_total", outcome="dropped")
 
     # -- audits --------------------------------------------------------------------------------
@@ -216,6 +224,10 @@ class Reuser:
         if found.finding is not None:
             del self.audits[found.handle]
             self.findings.append(found.finding)
+            exhibit = self._exhibits.pop(found.handle, None)
+            if exhibit and (exhibit.entry.request.bundle or not found.finding.ok):
+                logits = dict(served=found.served, recomputed=found.recomputed)
+                self._bundle(exhibit, found.finding, **logits)
             self._counters.add("audits_total", outcome="same" if found.finding.ok else "differs")
             if not found.finding.ok:
                 self.breaker.failed.append(found.finding)
@@ -267,11 +279,28 @@ class Reuser:
 
     def _audit(self, entry: Entry, length: int, held: Cache, **options: object) -> Audit:
         handle, prompt = entry.handle, entry.prompt
+        if self.bundles is not None:
+            about = entry, length, held, options.get("replay")
+            exhibit = self.bundles.take(self._rows.spec, *about)
+            if exhibit is None:
+                self._counters.add("bundles_total", outcome=FAILED)
+            else:
+                self._exhibits[handle] = exhibit
         return Audit(self._rows, handle, prompt, length, held, floor=self._floor, **options)
 
+    def _bundle(self, exhibit: Exhibit, finding: Finding | None, **logits: np.ndarray) -> None:
+        if self.bundles is None:
+            return
+        made = self.bundles.write(
+            self._rows, self.store, exhibit, finding, mode=self.mode, **logits
+        )
+        self._counters.add("bundles_total", outcome=made.outcome)
+
     def _chosen(self, entry: Entry) -> bool:
+        if entry.handle in self.audits:
+            return False
         draw = random.Random(f"{self._seed} {entry.handle.number}").random()
-        if draw >= self._share or entry.handle in self.audits:
+        if draw >= self._share and not (entry.request.bundle and self.bundles):
             return False
         if len(self.audits) >= self._max_audits:
             self._counters.add("audits_total", outcome="skipped")

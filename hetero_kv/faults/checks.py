@@ -23,7 +23,6 @@ from hetero_kv.prefix.disk import tier as disk_module
 from hetero_kv.prefix.disk.record import Header
 from hetero_kv.prefix.host import CORRUPT, STALE, Fetched, HostTier, Ticket
 from hetero_kv.prefix.identity import Identity
-from hetero_kv.prefix.index import CHECKPOINT
 from hetero_kv.prefix.payload import ArrayPayload
 from hetero_kv.prefix.plan import HOST, Plan
 from hetero_kv.prefix.restore import Delivered, Fetcher
@@ -66,6 +65,8 @@ def _exchanges(off: frozenset[str], seals: Seals, identity: Identity) -> Iterato
     if kinds.EVIDENCE in off:
         yield rows_module, "validate", lambda real: _Blind()
         yield rows_module, "_wrong_length", lambda real: lambda wrong: jnp.uint32(0)
+    if kinds.LAYOUT in off:
+        yield Transfer, "wrong_layout", lambda real: lambda self, payload, expected: ""
     if kinds.POSITIONS in off:
         yield Transfer, "wrong_positions", lambda real: lambda self, payload, length: ""
     if kinds.IDENTITY in off:
@@ -204,16 +205,13 @@ def _short_read_ignored(self: Fetcher, got: list, groups: list, length: int):
         fetched, tier = self.read_group(group)
         payload = fetched.payload
         if payload is None:
-            layout = self._transfer.checkpoint_layout
-            if group.kind != CHECKPOINT:
-                layout = self._transfer.history_layout(group.node.depth - 1)
+            layout = self._transfer.layout_of(group.kind, group.node.depth)
             buffer = np.zeros(layout.nbytes, np.uint8)
             payload = ArrayPayload.seal(layout, group.label, buffer)
             tier = HOST
-        if group.kind == CHECKPOINT:
-            component = self._transfer.wrong_positions(payload, length)
-            if component:
-                self.drop(group, "evidence", component)
-                return component, "evidence"
+        failure, component = self.wrong(group, payload, length)
+        if failure:
+            self.drop(group, failure, component)
+            return component, failure
         got.append(Delivered(payload, tier))
     return None

@@ -97,7 +97,7 @@ def _evidence(spec: CacheSpec, kind: str, slot: LeafSlot, of: Material) -> np.nd
 def _value(spec: CacheSpec, kind: str, slot: LeafSlot, of: Material) -> np.ndarray:
     right, path = of.target.leaves[slot.path], slot.path
     history = isinstance(slot.leaf.contract, History)
-    if kind in (kinds.DROP, kinds.ZERO):
+    if kind in (kinds.DROP, kinds.ZERO, kinds.RELEASED):
         return np.zeros_like(right)
     if kind in (kinds.STALE, kinds.GENERATION):
         return of.donor.leaves[path]

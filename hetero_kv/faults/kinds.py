@@ -25,6 +25,7 @@ POSITION, COUNT, GENERATION = "wrong_position", "wrong_count", "wrong_generation
 DTYPE, BIT, TORN = "wrong_dtype_view", "bit_flip", "torn_write"
 EVICTED, REUSED = "evicted_between_lookup_and_use", "slot_reuse"
 FOREIGN, OLD = "foreign_tenant", "old_weights"
+ENTRY, RELEASED = "wrong_table_entry", "released_while_named"
 KINDS = (
     DROP,
     ZERO,
@@ -41,11 +42,14 @@ KINDS = (
     REUSED,
     FOREIGN,
     OLD,
+    ENTRY,
+    RELEASED,
 )
 
-# Moments: at rest in host memory or on disk; between lookup and restore; in the row, before use.
-HOST, DISK, FETCH, ROW = "host", "disk", "fetch", "row"
-MOMENTS = (HOST, DISK, FETCH, ROW)
+# Moments: at rest in host memory or on disk; between lookup and restore; in the row, before use; in
+# device pages and slots, between two calls.
+HOST, DISK, FETCH, ROW, DEVICE = "host", "disk", "fetch", "row", "device"
+MOMENTS = (HOST, DISK, FETCH, ROW, DEVICE)
 _STORED = (HOST, DISK, FETCH)
 
 # How bytes in a store are sealed after the fault.
@@ -58,23 +62,38 @@ REMADE = "remade"  # checksums made anew: the fault happened before sealing
 CHECKSUM = "checksum"  # bytes of a component against its checksum, after the copy
 TICKET = "generation"  # of a ticket or a record, after the copy
 LABEL = "label"  # key and position (depth) of a payload
+LAYOUT = "layout"  # of what was delivered: every component, in the form of this process
 EVIDENCE = "evidence"  # counts, ring positions and the length, in the call that reads them
 POSITIONS = "checkpoint positions"  # of what a checkpoint delivered, before the restore
 IDENTITY = "identity"  # weights epoch and tenant in the keys, and the lease's epoch
 JOINT = "joint length"  # of all components, where one of them is missing
 DELIVERED = "fetch defines the hit"
+FORM = "page form"  # of pages that are read, and of those that are to be written
+RECYCLED = "page generation"  # as leased
+OWNER = "page owner"  # as leased: the key of the prefix that a sealed page ends
+VALID = "page valid count"  # of entries, against the length
+PAGE_BYTES = "page checksum"  # of sealed pages, where a row goes on with them
+SLOT_BYTES = "slot checksum"  # of windows, tails and state, where a row goes on with them
 AUDIT = "audit"  # recompute and compare; answers come from the cold path (reuse="shadow")
 CHECKS = (
     CHECKSUM,
     TICKET,
     LABEL,
+    LAYOUT,
     EVIDENCE,
     POSITIONS,
     IDENTITY,
     JOINT,
     DELIVERED,
+    FORM,
+    RECYCLED,
+    OWNER,
+    VALID,
+    PAGE_BYTES,
+    SLOT_BYTES,
     AUDIT,
 )
+ON_DEVICE = (EVIDENCE, FORM, RECYCLED, OWNER, VALID, PAGE_BYTES, SLOT_BYTES)
 
 # Codes of reasons by which each check tells what it has found, and the checks that also name the
 # component. Those of an audit are its findings.
@@ -82,14 +101,21 @@ CODES = {
     CHECKSUM: ("corrupt",),
     TICKET: ("stale", "corrupt"),
     LABEL: ("corrupt",),
+    LAYOUT: ("layout",),
     EVIDENCE: ("evidence",),
     POSITIONS: ("evidence",),
     IDENTITY: ("no_match",),
     JOINT: ("no_checkpoint",),
     DELIVERED: ("stale",),
+    FORM: ("missing", "write"),
+    RECYCLED: ("generation",),
+    OWNER: ("owner",),
+    VALID: ("valid",),
+    PAGE_BYTES: ("checksum",),
+    SLOT_BYTES: ("checksum",),
     AUDIT: ("audit",),
 }
-NAMING = (CHECKSUM, EVIDENCE, POSITIONS, AUDIT)
+NAMING = (CHECKSUM, LAYOUT, POSITIONS, AUDIT, *ON_DEVICE)
 
 # Extents: how much of a History component is hit.
 ALL, LAST = "all", "last"  # every block of the prefix, or the last one
@@ -120,6 +146,8 @@ def _values(kind: str, contracts: tuple[str, ...] = _ANY) -> tuple[Rule, ...]:
         Rule(kind, contracts, _STORED, KEPT, CHECKSUM),
         Rule(kind, contracts, _STORED, REMADE, AUDIT),
         Rule(kind, contracts, (ROW,), NONE, AUDIT),
+        Rule(kind, (_H,), (DEVICE,), KEPT, PAGE_BYTES),
+        Rule(kind, tuple(x for x in contracts if x != _H), (DEVICE,), NONE, SLOT_BYTES),
     )
 
 
@@ -130,16 +158,19 @@ def _of_others(kind: str) -> tuple[Rule, ...]:
         Rule(kind, _ANY, (FETCH,), OWN, LABEL, _GROUP),
         Rule(kind, _ANY, (FETCH,), REMADE, AUDIT),
         Rule(kind, _ANY, (ROW,), NONE, AUDIT),
+        Rule(kind, (_H,), (DEVICE,), OWN, OWNER),
+        Rule(kind, _POINTS, (DEVICE,), NONE, SLOT_BYTES),
     )
 
 
 TABLE: tuple[Rule, ...] = (
     Rule(DROP, _POINTS, (HOST,), NONE, JOINT, _GROUP),
     Rule(DROP, _ANY, (DISK,), NONE, DELIVERED, _GROUP),
-    Rule(DROP, _RINGS, (HOST, FETCH), REMADE, EVIDENCE),  # sealed without the component
-    Rule(DROP, (_H, _S), (HOST, FETCH), REMADE, AUDIT),
+    Rule(DROP, _ANY, (HOST, FETCH), REMADE, LAYOUT),  # sealed without the component
     Rule(DROP, (_H, *_RINGS), (ROW,), NONE, EVIDENCE),
+    Rule(DROP, _RINGS, (DEVICE,), NONE, EVIDENCE),
     Rule(DROP, (_S,), (ROW,), NONE, AUDIT),
+    Rule(DROP, (_S,), (DEVICE,), NONE, SLOT_BYTES),
     *_values(ZERO),
     *_values(STALE),
     Rule(STALE, _ANY, _STORED, OWN, LABEL, _GROUP),
@@ -147,20 +178,28 @@ TABLE: tuple[Rule, ...] = (
     Rule(SHIFT_BLOCK, _ANY, _STORED, OWN, LABEL, _GROUP),
     Rule(SHIFT_BLOCK, _RINGS, _STORED, REMADE, POSITIONS),
     Rule(SHIFT_BLOCK, (_H, _S), _STORED, REMADE, AUDIT),
-    Rule(SHIFT_BLOCK, _RINGS, (ROW,), NONE, EVIDENCE),
+    Rule(SHIFT_BLOCK, _RINGS, (ROW, DEVICE), NONE, EVIDENCE),
     Rule(SHIFT_BLOCK, (_H, _S), (ROW,), NONE, AUDIT),
+    Rule(SHIFT_BLOCK, (_H,), (DEVICE,), NONE, OWNER),  # every column names the page before
+    Rule(SHIFT_BLOCK, (_S,), (DEVICE,), NONE, SLOT_BYTES),
     Rule(POSITION, _RINGS, _STORED, KEPT, CHECKSUM),
     Rule(POSITION, _RINGS, _STORED, REMADE, POSITIONS),
-    Rule(POSITION, _RINGS, (ROW,), NONE, EVIDENCE),
-    Rule(POSITION, (_H,), (ROW,), NONE, EVIDENCE, _GROUP),  # the row claims another length
+    Rule(POSITION, _RINGS, (ROW, DEVICE), NONE, EVIDENCE),
+    Rule(POSITION, (_H,), (ROW, DEVICE), NONE, EVIDENCE, _GROUP),  # the row claims another length
     Rule(COUNT, (_H,), (ROW,), NONE, EVIDENCE),
+    Rule(COUNT, (_H,), (DEVICE,), KEPT, VALID),
     Rule(GENERATION, _ANY, (DISK, FETCH), REMADE, TICKET, _GROUP),
+    Rule(GENERATION, (_H,), (DEVICE,), REMADE, RECYCLED),  # under the same key
     *_values(DTYPE),
     *_values(BIT),
     *_values(TORN),
     Rule(EVICTED, _ANY, (FETCH,), NONE, DELIVERED, _GROUP),
-    Rule(REUSED, _RINGS, (ROW,), NONE, EVIDENCE),
+    Rule(REUSED, _RINGS, (ROW, DEVICE), NONE, EVIDENCE),
     Rule(REUSED, (_S,), (ROW,), NONE, AUDIT),
+    Rule(REUSED, (_S,), (DEVICE,), NONE, SLOT_BYTES),
+    Rule(REUSED, (_H,), (DEVICE,), OWN, RECYCLED),
+    Rule(ENTRY, (_H,), (DEVICE,), NONE, OWNER),  # the pages of another row
+    Rule(RELEASED, (_H,), (DEVICE,), NONE, FORM),  # and cleared
     *_of_others(FOREIGN),
     *_of_others(OLD),
 )
@@ -243,9 +282,16 @@ def all_but(guard: str) -> tuple[str, ...]:
     """Every check but one. What is found in a fetch also needs the rules that act on it: the fetch
     defines the hit, and what is left is planned jointly."""
     kept = {guard}
-    if guard in (CHECKSUM, TICKET, LABEL, POSITIONS, DELIVERED):
+    if guard in (CHECKSUM, TICKET, LABEL, LAYOUT, POSITIONS, DELIVERED):
         kept |= {DELIVERED, JOINT}
     return tuple(x for x in CHECKS if x not in kept)
+
+
+def at(moment: str) -> tuple[str, ...]:
+    """The checks that can find anything at a moment."""
+    if moment == DEVICE:
+        return ON_DEVICE
+    return tuple(x for x in CHECKS if x == EVIDENCE or x not in ON_DEVICE)
 
 
 def covering(found: list[Case]) -> list[Case]:

@@ -18,6 +18,7 @@ from hetero_kv.faults import checks, kinds, places
 from hetero_kv.faults.forge import Held, Material
 from hetero_kv.faults.inject import Injector
 from hetero_kv.faults.kinds import Case
+from hetero_kv.faults.residence import Residence
 from hetero_kv.options import Options
 from hetero_kv.params import Params
 from hetero_kv.prefix.identity import Identity
@@ -148,6 +149,8 @@ class Bench:
         directory: a new one, for the disk tier of cases that need one.
         """
         off = tuple(x for x in kinds.CHECKS if x in set(off))
+        if case.moment == kinds.DEVICE:
+            return self._resident(case, off)
         keyed = self.identity_of_other if _is_old(case) else self.identity
         with (
             checks.switched_off(off, keyed),
@@ -161,6 +164,33 @@ class Bench:
             with self._under(case, store):
                 served = self._serve(store, SHADOW if audited else VALIDATED, rows)
         return self._outcome(case, off, served)
+
+    # -- resident state ----------------------------------------------------------------------------
+
+    @functools.cached_property
+    def residence(self) -> Residence:
+        """Where faults of the moment DEVICE happen."""
+        return Residence(
+            self.model,
+            self.params,
+            self.prompt,
+            self.donor_prompt,
+            self.length,
+            self.outputs,
+            self.material,
+        )
+
+    def _resident(self, case: Case, off: tuple[str, ...]) -> Outcome:
+        told, want = self.residence.run(case, off), self.residence.right[:, 0]
+        token = _first(told.logits.argmax(-1) != want.argmax(-1))
+        logit = _first((told.logits.view(np.uint32) != want.view(np.uint32)).any(-1))
+        wrong = logit >= 0 or not told.mate
+        if told.reasons:
+            status = TOLD if wrong else REFUSED
+        else:
+            status = SILENT if wrong else UNNOTICED
+        live, within = not told.mate, len(want)
+        return Outcome(case, off, status, told.reasons, token, logit, live, within, self.length)
 
     # -- a store with the prefix, and the fault in it ---------------------------------------------
 

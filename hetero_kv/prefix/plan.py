@@ -89,7 +89,7 @@ class Reason(NamedTuple):
     component: the component at fault; "" where the cut is about the whole prompt.
     code: stable, for counters: no_match, short_prompt, granularity, history_missing,
         no_checkpoint, replay_not_shorter, cheaper, not_cacheable, capacity, stale, corrupt,
-        evidence.
+        layout, evidence.
     """
 
     component: str

@@ -96,6 +96,16 @@ class Fetcher:
         self.count_damage("healed_total", group, fetched.failure, fetched.component)
         return True
 
+    def wrong(self, group: Group, payload: ArrayPayload, length: int) -> tuple[str, str]:
+        """(code, component) of what whole bytes under the right label are wrong in, or ("", "")."""
+        layout = self._transfer.layout_of(group.kind, group.node.depth)
+        component = self._transfer.wrong_layout(payload, layout)
+        if component:
+            return "layout", component
+        if group.kind == CHECKPOINT:
+            component = self._transfer.wrong_positions(payload, length)
+        return ("evidence", component) if component else ("", "")
+
     def drop(self, group: Group, failure: str, component: str) -> None:
         """Drops a damaged group, and what hangs on it."""
         self.count_damage("dropped_total", group, failure, component)
@@ -126,9 +136,8 @@ class Fetcher:
         for group in groups:
             fetched, tier = self.read_group(group)
             failure, component = fetched.failure, fetched.component
-            if not failure and group.kind == CHECKPOINT:
-                component = self._transfer.wrong_positions(fetched.payload, length)
-                failure = "evidence" if component else ""
+            if not failure:
+                failure, component = self.wrong(group, fetched.payload, length)
             if failure:
                 self.drop(group, failure, component)
                 return component or group.kind, failure

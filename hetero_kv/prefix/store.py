@@ -21,7 +21,7 @@ from hetero_kv.prefix.index import CHECKPOINT, HISTORY, Group, Node
 from hetero_kv.prefix.keys import Digest, Keys, read_root, sha256
 from hetero_kv.prefix.lease import Lease
 from hetero_kv.prefix.observe import Clock, Observer
-from hetero_kv.prefix.payload import ArrayPayload, GroupLayout, label
+from hetero_kv.prefix.payload import ArrayPayload, label
 from hetero_kv.prefix.plan import DISK, HOST, Geometry, Plan, Planner, Reason, plan
 from hetero_kv.prefix.policy import Policy
 from hetero_kv.prefix.quotas import Quotas
@@ -332,11 +332,6 @@ class PrefixStore(Upkeep):
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _layout_of(self, kind: str, depth: int) -> GroupLayout:
-        if kind == CHECKPOINT:
-            return self.transfer.checkpoint_layout
-        return self.transfer.history_layout(depth - 1)
-
     def _shortest(self, disk: bool) -> int:
         """The self-test: from how many tokens on is anything ever resumed?"""
         shortest = shortest_resumable(self.geometry, self.policy, self.costs)
@@ -386,7 +381,7 @@ class PrefixStore(Upkeep):
         )
 
     def _seal(self, kind: str, keys: Keys, block: int, buffer: np.ndarray) -> ArrayPayload:
-        layout = self._layout_of(kind, block + 1)
+        layout = self.transfer.layout_of(kind, block + 1)
         return ArrayPayload.seal(layout, label(kind, keys.keys[block], block + 1), buffer)
 
     def _refused(self, code: str, *details: str, length: int = 0) -> Published:

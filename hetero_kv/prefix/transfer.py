@@ -16,7 +16,14 @@ from hetero_kv import state, validate
 from hetero_kv.contract import CacheSpec, Evidence, History
 from hetero_kv.pages.validate import check as check_pages
 from hetero_kv.prefix import transfer_pages
-from hetero_kv.prefix.payload import ArrayPayload, Section, checkpoint_layout, history_layout
+from hetero_kv.prefix.index import CHECKPOINT
+from hetero_kv.prefix.payload import (
+    ArrayPayload,
+    GroupLayout,
+    Section,
+    checkpoint_layout,
+    history_layout,
+)
 from hetero_kv.state import Cache
 
 _OTHER = "it was made by another model"
@@ -66,9 +73,13 @@ class Transfer:
                     f"{want.dtype}{list(want.shape)} by the store's spec: {_OTHER}"
                 )
 
-    def history_layout(self, block: int):
+    def history_layout(self, block: int) -> GroupLayout:
         """The layout of a block's history group."""
         return self._history_layout(block)
+
+    def layout_of(self, kind: str, depth: int) -> GroupLayout:
+        """The layout of a group whose prefix has `depth` blocks."""
+        return self.checkpoint_layout if kind == CHECKPOINT else self._history_layout(depth - 1)
 
     # -- device to host ------------------------------------------------------------------------
 
@@ -142,6 +153,17 @@ class Transfer:
         if payload is None:
             return {}
         return {x.slot.path: x.view(payload.buffer) for x in payload.layout.sections}
+
+    def wrong_layout(self, payload: ArrayPayload, expected: GroupLayout) -> str:
+        """The first component that a payload lacks, or holds in another form than expected, or "".
+
+        What a payload does not bring would be restored as zeros, under checksums that agree.
+        """
+        if payload.layout is expected or payload.layout == expected:
+            return ""
+        have = dict.fromkeys(payload.layout.sections)
+        wrong = (x.component for x in expected.sections if x not in have)
+        return next(wrong, expected.components[0][0])
 
     def wrong_positions(self, payload: ArrayPayload, length: int) -> str:
         """The first component of a checkpoint whose positions are not those of `length`, or ""."""

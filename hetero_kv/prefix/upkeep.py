@@ -201,7 +201,7 @@ class Upkeep:
 
     def _open_disk(self, directory: pathlib.Path | str, nbytes: int) -> None:
         clock = self._observer.clock
-        family, layout = self.identity.family, self._layout_of
+        family, layout = self.identity.family, self.transfer.layout_of
         disk = DiskTier(directory, nbytes, family, layout, counters=self.counters, clock=clock)
         if disk.failure:
             self.disk_failure = disk.failure_detail
@@ -213,7 +213,7 @@ class Upkeep:
         """Finds again what is on disk; of other epochs the last ones that were written."""
         self._epochs = [self.epoch]
         if self.disk is not None:
-            self.catalog.load(self._digest, lambda *group: self._layout_of(*group).nbytes)
+            self.catalog.load(self._digest, lambda *group: self.transfer.layout_of(*group).nbytes)
             others = [x for x in self.catalog.epochs_by_age() if x != self.epoch]
             kept = others[-self.epochs_kept :] if self.epochs_kept else []
             self._epochs = [*kept, self.epoch]

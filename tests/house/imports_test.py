@@ -11,13 +11,13 @@ from tests.house.import_graph import Source
 # Modules and packages of hetero_kv, earliest first: each may import from its own row and the rows
 # above. A new one is added here first.
 LAYERS = (
-    ("contract", "params", "metrics", "kernels"),
+    ("contract", "params", "metrics", "kernels", "tensors"),
     ("state",),
-    ("attention", "pages", "validate"),
+    ("attention", "pages", "validate", "snapshot", "bundle_files"),
     ("prefix", "accounting", "requests", "guard", "options"),
     ("sampling",),
     ("rows",),
-    ("engine", "engine_metrics", "scheduler", "audit", "faults", "reusing", "endings"),
+    ("engine", "engine_metrics", "scheduler", "audit", "bundle", "faults", "reusing", "endings"),
     ("__init__",),
 )
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}

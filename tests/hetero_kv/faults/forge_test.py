@@ -11,12 +11,14 @@ from tests.hetero_kv.prefix.world import SPEC
 
 FORGED = (kinds.NONE, kinds.KEPT, kinds.REMADE)
 WHOLE = (kinds.EVICTED, kinds.GENERATION)
+SLOTS = ("windows", "tails", "recurrent state")  # of pages: resident_test
 CASES = [
     x
     for x in kinds.cases(SPEC, LENGTH)
     if x.seal in FORGED
     and not (x.kind == kinds.DROP and x.moment != kinds.ROW)
     and x.kind not in WHOLE
+    and (x.moment != kinds.DEVICE or x.component in SLOTS)
     and x.guard not in (kinds.IDENTITY, kinds.JOINT, kinds.DELIVERED)
     and not (x.kind == kinds.POSITION and x.component not in ("windows", "tails"))
 ]

@@ -118,7 +118,7 @@ def test_a3_a5_windows_of_several_widths_resume_jointly(widths):
 @pytest.mark.parametrize("kind", [HISTORY, CHECKPOINT])
 def test_b1_any_component_that_falls_short_shortens_all(kind):
     depth, left = (6, 16) if kind == HISTORY else (8, 24)
-    layout = world.opened()._layout_of(kind, depth)
+    layout = world.opened().transfer.layout_of(kind, depth)
     for name, start, stop in layout.components:
         store = world.opened()
         world.published(store, A, STEM)

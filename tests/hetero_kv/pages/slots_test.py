@@ -1,0 +1,82 @@
+"""Checksums of slots see every bit of live rows, and nothing else."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hetero_kv import validate
+from hetero_kv.contract import History
+from hetero_kv.pages import slots
+from tests.hetero_kv.prefix import world
+from tests.hetero_kv.prefix.world import PROMPTS, SPEC, WHO
+
+LENGTH = 2 * SPEC.granularity + 3
+SUMS = jax.jit(functools.partial(slots.sums, SPEC))
+CHANGED = jax.jit(functools.partial(slots.changed, SPEC))
+STATE = [x for x in SPEC.slots() if SPEC.group_of(x) == "checkpoint"]
+NAMES = validate.components(SPEC)
+
+
+@functools.cache
+def cache():
+    """Rows 0 and 1 at different lengths."""
+    one = world.cold(WHO[0], PROMPTS[0], LENGTH)
+    return one
+
+
+def poked(slot, row: int, live: bool, bit: int = 0):
+    """One bit of one row of a leaf, which is live or not; None: it has no such row."""
+    about = validate.owner(SPEC, slot).leaf
+    value = np.array(cache().leaf(slot))
+    rows = np.ones(1, bool)
+    if about.rows:
+        rows = np.asarray(about.live_rows(int(cache().length[row])))
+    index = np.flatnonzero(rows == live)
+    if not len(index):
+        return None
+    one = value[0, row, index[-1]] if about.rows else value[0, row]
+    raw = np.ascontiguousarray(one).reshape(-1).view(np.uint8).copy()
+    raw[-1] ^= 1 << bit
+    changed = raw.view(value.dtype).reshape(np.shape(one))
+    if about.rows:
+        value[0, row, index[-1]] = changed
+    else:
+        value[0, row] = changed
+    return cache().with_leaves({slot: jnp.array(value)})
+
+
+@pytest.mark.parametrize("slot", STATE, ids=lambda x: x.path)
+def test_one_bit_of_a_live_row(slot) -> None:
+    before, name = SUMS(cache()), validate.owner(SPEC, slot).leaf.component
+    for bit in (0, 7):
+        found = CHANGED(poked(slot, 0, True, bit), before)
+        assert validate.describe(SPEC, found, 0) == [f"{name}: checksum"]
+        assert np.asarray(found.ok).tolist() == [False] + [True] * (cache().batch - 1)
+    dead = poked(slot, 0, False)
+    if dead is not None:
+        assert CHANGED(dead, before).ok.all()
+
+
+def test_history_is_left_to_pages_and_rows_may_be_left_out() -> None:
+    before = SUMS(cache())
+    for slot in (x for x in SPEC.slots() if isinstance(x.leaf.contract, History)):
+        changed = cache().with_leaves({slot: cache().leaf(slot) + 1})
+        assert CHANGED(changed, before).ok.all()
+    wrong = poked(STATE[0], 0, True)
+    rows = jnp.zeros(cache().batch, bool)
+    assert slots.changed(SPEC, wrong, before, rows).ok.all()
+    assert before.shape == (cache().batch, len(NAMES))
+
+
+def test_exchanged_rows_of_a_ring_are_noticed() -> None:
+    before = SUMS(cache())
+    for slot in STATE:
+        if not slot.leaf.rows or np.asarray(slot.leaf.live_rows(LENGTH)).sum() < 2:
+            continue
+        i, j = np.flatnonzero(slot.leaf.live_rows(LENGTH))[:2]
+        value = np.array(cache().leaf(slot))
+        value[:, 0, [i, j]] = value[:, 0, [j, i]]
+        assert not CHANGED(cache().with_leaves({slot: jnp.array(value)}), before).ok[0]
