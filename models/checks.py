@@ -25,6 +25,10 @@ def check_config(config: DecoderConfig) -> None:
         value, least = getattr(config, name), int(name in POSITIVE)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{name}={value!r}: an integer >= {least} is needed")
+    if isinstance(config.index_topk, bool) or config.index_topk < -1 or not config.index_topk:
+        raise ValueError(
+            f"index_topk={config.index_topk!r}: entries >= 1, or -1 for all visible ones"
+        )
     for name in ("param_dtype", "dtype", "cache_dtype"):
         if getattr(config, name) not in DTYPES:
             raise ValueError(f"{name}={getattr(config, name)!r}: use one of {DTYPES}")

@@ -52,6 +52,11 @@ class Quotas:
     each: Quota = Quota()
     tenants: Mapping[str, Quota] = dataclasses.field(default_factory=dict)
 
+    def __post_init__(self):
+        for name, quota in {"each": self.each, **self.tenants}.items():
+            if not isinstance(quota, Quota):
+                raise ValueError(f"the limits of {name!r} are a Quota, got {quota!r}")
+
     def of(self, tenant: str) -> Quota:
         """The limits of a tenant."""
         return self.tenants.get(tenant, self.each)

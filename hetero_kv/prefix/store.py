@@ -92,6 +92,11 @@ class PrefixStore(Upkeep):
         _check_identity(spec, identity)
         if disk_dir is not None and not str(disk_dir):
             raise ValueError("disk_dir is empty: name a directory, or leave it out")
+        if not isinstance(policy, Policy | str):
+            raise ValueError(f"policy is a Policy or a name such as 'fork/lru', got {policy!r}")
+        for name, size in (("host_bytes", host_bytes), ("disk_bytes", disk_bytes)):
+            if isinstance(size, bool) or not isinstance(size, int | np.integer):
+                raise ValueError(f"{name} is an integer number of bytes, got {size!r}")
         if epochs_kept < 0:
             raise ValueError(f"epochs_kept is a number of epochs >= 0, got {epochs_kept}")
         self.spec = spec
@@ -145,6 +150,8 @@ class PrefixStore(Upkeep):
             `self.wait` does. 0: the lease's `pending` says whether there is one.
         """
         self._check_open()
+        if not wait >= 0:
+            raise ValueError(f"wait is a number of seconds >= 0, got {wait!r}")
         started = self._observer.clock()
         keys = self._keys(tokens, tenant, extra)
         lease = self.catalog.open(keys, keys.length, self._planner(keys))

@@ -85,6 +85,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: pathlib.Path, changes: dict) -
         faults.run(config(tmp_path, **changes))
 
 
+@pytest.mark.full
 def test_faults_change_tokens_where_no_check_is_on(tmp_path: pathlib.Path) -> None:
     """The injectors bite: 9 of 10 faults change a token of a trained model, all of them logits.
 

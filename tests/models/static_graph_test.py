@@ -165,6 +165,7 @@ def test_later_changes_to_the_config_do_not_reach_the_model() -> None:
         (dict(window=0), "'swa' layer needs window"),
         (dict(n_kv_heads=3), "must divide n_heads"),
         (dict(index_topk=0), "index_topk=0"),
+        (dict(index_topk=-2), "index_topk=-2"),
         (dict(index_dim=4), "at least rope_dim"),
         (dict(csa_ratio=1), "integer >= 2"),
         (dict(rope_dim=7), "even"),

@@ -9,6 +9,7 @@ import pytest
 from hetero_kv import validate
 from hetero_kv.contract import CacheSpec
 from hetero_kv.prefix.identity import Identity
+from hetero_kv.prefix.quotas import Quotas
 from hetero_kv.prefix.store import PrefixStore
 from tests.hetero_kv import synthetic
 from tests.hetero_kv.prefix.stores import (
@@ -195,3 +196,31 @@ def test_an_identity_of_another_cache_is_refused():
         PrefixStore(SPEC, dataclasses.replace(same, chunk=2 * SPEC.chunk), host_bytes=1 << 20)
     with pytest.raises(ValueError, match="disk_dir is empty"):
         PrefixStore(SPEC, same, host_bytes=1 << 20, disk_dir="", disk_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(host_bytes="a"), "host_bytes is an integer number of bytes, got 'a'"),
+        (dict(host_bytes=2.5), "host_bytes is an integer number of bytes, got 2.5"),
+        (dict(host_bytes=1 << 20, policy=None), "policy is a Policy or a name"),
+        (dict(host_bytes=1 << 20, epochs_kept=-1), "epochs_kept"),
+    ],
+)
+def test_nonsense_in_the_configuration_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        PrefixStore(SPEC, Identity.of(SPEC, {"w": np.zeros(3, np.float32)}, {}, batch=1), **options)
+
+
+@pytest.mark.parametrize("wait", [-1, float("nan")])
+def test_a_wait_that_is_no_time_is_refused(wait):
+    store = PrefixStore(
+        SPEC, Identity.of(SPEC, {"w": np.zeros(3, np.float32)}, {}, batch=1), host_bytes=1 << 20
+    )
+    with pytest.raises(ValueError, match="wait is a number of seconds"):
+        store.lookup(np.arange(20), wait=wait)
+
+
+def test_limits_must_be_quotas():
+    with pytest.raises(ValueError, match="the limits of 'a' are a Quota, got 5"):
+        Quotas(tenants={"a": 5})
