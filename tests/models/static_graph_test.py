@@ -160,7 +160,7 @@ def test_later_changes_to_the_config_do_not_reach_the_model() -> None:
     [
         (dict(layer_types=("swa",)), "same number of layers"),
         (dict(layer_types=(), mlp_types=()), "at least one"),
-        (dict(layer_types=("swa", "gru", "full")), "unknown layer type 'gru'"),
+        (dict(layer_types=("swa", "gru", "full")), "no mechanism 'gru'"),
         (dict(mlp_types=("dense", "mlp", "dense")), "unknown MLP type 'mlp'"),
         (dict(window=0), "'swa' layer needs window"),
         (dict(n_kv_heads=3), "must divide n_heads"),
