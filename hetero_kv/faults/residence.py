@@ -19,7 +19,7 @@ from hetero_kv.faults import kinds, resident
 from hetero_kv.faults.forge import Held, Material
 from hetero_kv.faults.kinds import Case
 from hetero_kv.pages import cache as paged
-from hetero_kv.pages import slots
+from hetero_kv.pages import slot_sums
 from hetero_kv.pages.validate import Expected, check, expect
 from hetero_kv.params import Params
 from hetero_kv.state import Cache
@@ -193,14 +193,14 @@ class _Compiled:
         self.model, self.spec = model, model.cache_spec
         self.reserve, self.expect = jax.jit(paged.reserve), jax.jit(expect)
         self.seal = jax.jit(functools.partial(paged.seal, self.spec))
-        self.sums = jax.jit(functools.partial(slots.sums, self.spec))
+        self.sums = jax.jit(functools.partial(slot_sums.sums, self.spec))
         self.goes_on = jax.jit(self._traced_goes_on)
         self.masked = jax.jit(self._traced_masked, donate_argnums=1)
 
     def _traced_goes_on(self, cache: Cache, expected: Expected, sums: jax.Array):
         return (
             check(self.spec, cache, expected, sealed=True),
-            slots.changed(self.spec, cache, sums),
+            slot_sums.changed(self.spec, cache, sums),
         )
 
     def _traced_masked(

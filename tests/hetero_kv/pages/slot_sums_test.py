@@ -9,13 +9,13 @@ import pytest
 
 from hetero_kv import validate
 from hetero_kv.contract import History
-from hetero_kv.pages import slots
+from hetero_kv.pages import slot_sums
 from tests.hetero_kv.prefix import world
 from tests.hetero_kv.prefix.world import PROMPTS, SPEC, WHO
 
 LENGTH = 2 * SPEC.granularity + 3
-SUMS = jax.jit(functools.partial(slots.sums, SPEC))
-CHANGED = jax.jit(functools.partial(slots.changed, SPEC))
+SUMS = jax.jit(functools.partial(slot_sums.sums, SPEC))
+CHANGED = jax.jit(functools.partial(slot_sums.changed, SPEC))
 STATE = [x for x in SPEC.slots() if SPEC.group_of(x) == "checkpoint"]
 NAMES = validate.components(SPEC)
 
@@ -67,7 +67,7 @@ def test_history_is_left_to_pages_and_rows_may_be_left_out() -> None:
         assert CHANGED(changed, before).ok.all()
     wrong = poked(STATE[0], 0, True)
     rows = jnp.zeros(cache().batch, bool)
-    assert slots.changed(SPEC, wrong, before, rows).ok.all()
+    assert slot_sums.changed(SPEC, wrong, before, rows).ok.all()
     assert before.shape == (cache().batch, len(NAMES))
 
 
