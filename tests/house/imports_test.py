@@ -17,6 +17,7 @@ LAYERS = (
     ("prefix", "accounting", "requests", "guard", "options"),
     ("sampling",),
     ("rows",),
+    ("slot_pages",),
     ("engine", "engine_metrics", "scheduler", "audit", "faults", "reusing", "endings"),
     ("__init__",),
 )
