@@ -85,7 +85,7 @@ class Engine(Endings):
         self.rows = rows or Rows(model, strict=options.strict, **sizes)
         other = {x for x, value in sizes.items() if getattr(self.rows, x) != value}
         if other or self.rows.model is not model:
-            raise ValueError(f"rows= were made for another model or other {sorted(other)}")
+            raise ValueError(f"rows= were made for other {sorted(other) or 'models'}")
         self.params = params
         self.store = store
         self.counters = engine_metrics.counters()

@@ -21,10 +21,12 @@ from hetero_kv import sampling, state, validate
 from hetero_kv.contract import CacheSpec, Derived, LeafSlot, Scratch
 from hetero_kv.guard import Guard
 from hetero_kv.pages import admission
+from hetero_kv.pages import cache as paged
 from hetero_kv.pages import slots as slots_lib
 from hetero_kv.pages import validate as at_use
 from hetero_kv.pages.admission import Given, Settled, Want
 from hetero_kv.pages.layout import Paging
+from hetero_kv.pages.table import Ledger, PageTable
 from hetero_kv.pages.validate import Expected
 from hetero_kv.params import Params
 from hetero_kv.sampling import Choice
@@ -170,6 +172,7 @@ class Rows:
         self._settle = self._jit("settle", functools.partial(admission.settle, spec))
         self._fail_load = self._jit("fail_load", admission.fail_load)
         self._revoke = self._jit("revoke", self._traced_revoke)
+        self._ledgers = self.guard.jit("ledgers", paged.ledgers, _batch)
         self._differ = self.guard.jit("differ", self._traced_differ, _batch)
         self._pick = self.guard.jit("pick", sampling.choose, lambda *_: "1 row")
         self._prefill = self.guard.jit(
@@ -235,6 +238,10 @@ class Rows:
     def revoke(self, cache: Cache, row: int, ids: np.ndarray, left: np.ndarray) -> Cache:
         """Takes the row's pages by the host's books; the row starts over."""
         return self._revoke(cache, self._row(cache, row), ids, left)
+
+    def page_books(self, cache: Cache) -> tuple[dict[str, PageTable], dict[str, Ledger]]:
+        """The page table of each component and its ledger, on the host."""
+        return jax.device_get((cache.pages.tables, self._ledgers(cache)))
 
     # -- the model -----------------------------------------------------------------------------
 

@@ -133,22 +133,24 @@ class SlotPages:
 
     def problems(self, cache: Cache) -> list[str]:
         """Where the books and the page table differ (rule 7); an empty list: nowhere."""
-        found = []
+        if not self.paged:
+            return []
+        found, (tables, ledgers) = [], self._rows.page_books(cache)
         for c, page in enumerate(self._pages):
-            pages, name = cache.pages.tables[page.component], page.component
+            pages, name = tables[page.component], page.component
             refs = np.zeros(page.count, np.int64)
             held = self._ids[c, :, : page.columns]
             np.add.at(refs, held[held < page.count], 1)
             if not np.array_equal(refs, self._refs[c]):
                 found.append(f"{name}: references in the books do not add up")
-            if not np.array_equal(np.asarray(pages.table), held):
+            if not np.array_equal(pages.table, held):
                 found.append(f"{name}: block tables are not those of the books")
-            if not np.array_equal(np.asarray(pages.shares), refs):
+            if not np.array_equal(pages.shares, refs):
                 found.append(f"{name}: shares are not the references of the books")
-            free = np.count_nonzero(np.asarray(pages.form) == table.ABSENT)
+            free = np.count_nonzero(pages.form == table.ABSENT)
             if free + np.count_nonzero(refs) != page.count:
                 found.append(f"{name}: {free} free + {np.count_nonzero(refs)} held != {page.count}")
-            if not bool(table.ledger(pages).exact):
+            if not ledgers[name].exact:
                 found.append(f"{name}: the page table's own ledger is not exact")
             if any(refs[i] == 0 for i in self._named[c].values()):
                 found.append(f"{name}: a free page has a name")

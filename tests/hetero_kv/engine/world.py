@@ -104,6 +104,7 @@ def engine(
 ) -> Engine:
     """An engine; `options` as in Options."""
     made, params = model(name)
+    check = reuse != "hash_only" and options.get("validate", True)
     if paged:
         options = {"paging": paging(name, slots)} | options
     options = dataclasses.replace(OPTIONS, **options)
@@ -115,7 +116,7 @@ def engine(
         capacity=CAPACITY,
         reuse=reuse,
         options=options,
-        rows=rows(name, slots, reuse != "hash_only", options.debug_poison, options.paging),
+        rows=rows(name, slots, check, options.debug_poison, options.paging),
     )
 
 
@@ -216,8 +217,8 @@ def damage(made: Engine, row: int, component: str, evidence: bool = False) -> bo
 def damage_page(made: Engine, slot: int, component: str, field: str, column: int = 0) -> bool:
     """Changes what the page table says of one page of a row; False: it has none there.
 
-    field: "generation", "owner", "count", "form", "table" (another row's page, if there is one) or
-    "bytes".
+    field: "generation", "owner", "count", "form", "table" (another row's page, or none), an id that
+    is no page ("sentinel", "negative", "far"), or "bytes".
     """
     pages = made.cache.pages.tables[component]
     i = int(pages.table[slot, column])
@@ -234,14 +235,19 @@ def damage_page(made: Engine, slot: int, component: str, field: str, column: int
         return True
     others = np.delete(np.asarray(pages.table), slot, axis=0)
     others = others[(others != pages.size) & (others != i)]
+
+    def to(page: int) -> dict:
+        return dict(table=pages.table.at[slot, column].set(page))
+
     changes = {
         "generation": lambda: dict(generation=pages.generation.at[i].add(1)),
         "owner": lambda: dict(owner=pages.owner.at[i].add(1)),
         "count": lambda: dict(count=pages.count.at[i].add(-1)),
         "form": lambda: dict(form=pages.form.at[i].set(table.CORRUPT)),
-        "table": lambda: dict(
-            table=pages.table.at[slot, column].set(int(others[0]) if len(others) else pages.size)
-        ),
+        "table": lambda: to(int(others[0]) if len(others) else pages.size),
+        "sentinel": lambda: to(pages.size),
+        "negative": lambda: to(-1),
+        "far": lambda: to(2**31 - 1),
     }[field]()
     tables = made.cache.pages.tables | {component: pages._replace(**changes)}
     made.cache = made.cache.replace(pages=made.cache.pages.replace(tables=tables))
