@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetero_kv import sampling, state, validate
+from hetero_kv import differences, sampling, state, validate
 from hetero_kv.contract import CacheSpec, Derived, LeafSlot, Scratch
+from hetero_kv.differences import Difference
 from hetero_kv.guard import Guard
 from hetero_kv.pages import admission
 from hetero_kv.pages import cache as paged
@@ -106,14 +107,6 @@ class Told(NamedTuple):
     logits: jax.Array  # f32[R, burst, V], or f32[R, burst, 0]
 
 
-class Difference(NamedTuple):
-    """Per stacked leaf, between two rows of equal length."""
-
-    error: jax.Array  # f32[], the largest; inf where one is not a number
-    row: jax.Array  # i32[], the first that differs by more than the floor, or -1
-    repeat: jax.Array  # i32[], in which layer of the stack
-
-
 class Rows:
     """Compiled functions for caches of `slots` rows, and of one row (scratch).
 
@@ -173,7 +166,8 @@ class Rows:
         self._fail_load = self._jit("fail_load", admission.fail_load)
         self._revoke = self._jit("revoke", self._traced_revoke)
         self._ledgers = self.guard.jit("ledgers", paged.ledgers, _batch)
-        self._differ = self.guard.jit("differ", self._traced_differ, _batch)
+        differ = functools.partial(differences.differ, spec, self.compared)
+        self._differ = self.guard.jit("differ", differ, _batch)
         self._pick = self.guard.jit("pick", sampling.choose, lambda *_: "1 row")
         self._prefill = self.guard.jit(
             "prefill",
@@ -430,24 +424,6 @@ class Rows:
         kept = jnp.where(replay, jnp.uint32(_OF_PAGES), kept)
         return found.bits & kept[:, None]
 
-    def _traced_differ(self, one: Cache, two: Cache, floor: jax.Array) -> list[Difference]:
-        found = []
-        for slot in self.compared:
-            error = _error(one.leaf(slot)[:, 0], two.leaf(slot)[:, 0])  # [repeats, rows, *width]
-            about = validate.owner(self.spec, slot).leaf
-            if slot.leaf.row_count(self.capacity):
-                live = about.live_rows(one.length[0], self.capacity)
-                live = live.reshape(1, -1, *[1] * (error.ndim - 2))
-                error = jnp.where(live, error, 0.0)
-                error = jnp.max(error, axis=tuple(range(2, error.ndim)))
-            else:
-                error = jnp.max(error.reshape(error.shape[0], 1, -1), axis=-1)
-            above = jnp.any(error > floor, axis=0)
-            row = jnp.where(jnp.any(above), jnp.argmax(above), -1).astype(jnp.int32)
-            repeat = jnp.argmax(error[:, row] > floor).astype(jnp.int32)
-            found.append(Difference(jnp.max(error), row, repeat))
-        return found
-
     @staticmethod
     def _row(cache: Cache, row: int) -> np.int32:
         # JAX would clamp a bad index to a neighbour's row.
@@ -468,19 +444,6 @@ def position_of(spec: CacheSpec, slot: LeafSlot, row: int, length: int) -> int:
 
 def _is_count(slot: LeafSlot) -> bool:
     return getattr(slot.leaf.contract, "kind", "") == "count"
-
-
-def _error(a: jax.Array, b: jax.Array) -> jax.Array:
-    """f32, 0 only where the bits are equal; inf where one is not a number."""
-    if not jnp.issubdtype(a.dtype, jnp.floating):
-        return jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)) + (a != b)
-    bits = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
-    same = jax.lax.bitcast_convert_type(a, bits) == jax.lax.bitcast_convert_type(b, bits)
-    error = jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))
-    error = jnp.where(jnp.isfinite(error), error, jnp.inf)
-    finite = jnp.isfinite(a) & jnp.isfinite(b)
-    least = jnp.finfo(jnp.float32).tiny  # 0.0 and -0.0 differ too
-    return jnp.where(same & finite, 0.0, jnp.where(same, jnp.inf, jnp.maximum(error, least)))
 
 
 def _wrong_length(wrong: jax.Array) -> jax.Array:

@@ -175,6 +175,7 @@ class SlotPages:
         self._named: list[dict[Name, int]] = [{} for _ in self._pages]
         self._names: list[dict[int, Name]] = [{} for _ in self._pages]
         self._keys: list[tuple[bytes, ...]] = [()] * slots
+        self._owners: list[np.ndarray | None] = [None] * slots  # of pages once they are sealed
         self._restored = [0] * slots
 
     def enter(
@@ -221,8 +222,9 @@ class SlotPages:
             self._restored[slot] = restored
         if not self.paged or not (self._keys[slot] or self._restored[slot]):
             return cache
-        keys = self._keys[slot]
-        owners = self._owners(keys)
+        keys, owners = self._keys[slot], self._owners[slot]
+        if owners is None:
+            owners = self._owners[slot] = self._short(keys)
         named = len(keys) * self._block
         cache, done = self._rows.settle(cache, slot, owners, self._restored[slot], named)
         if done.flags:
@@ -263,7 +265,7 @@ class SlotPages:
             self._ids[c, slot] = page.count
         self._generation[:, slot], self._owner[:, slot] = 0, 0
         self._whole[:, slot], self._sealed[:, slot] = 0, 0
-        self._keys[slot], self._restored[slot] = (), 0
+        self._keys[slot], self._owners[slot], self._restored[slot] = (), None, 0
         return self._rows.revoke(cache, slot, ids, left)
 
     # -- inside --------------------------------------------------------------------------------
@@ -298,7 +300,7 @@ class SlotPages:
         end = ((column + 1) * page.entries - 1) * contract.stride + contract.span  # tokens
         return column, keys[(end - 1) // self._block]
 
-    def _owners(self, keys: tuple[bytes, ...]) -> np.ndarray:
+    def _short(self, keys: tuple[bytes, ...]) -> np.ndarray:
         """u32[C, n, 2]: short digests of names, for columns that have one."""
         found = np.zeros((len(self._pages), self._most, 2), np.uint32)
         for c, page in enumerate(self._pages):

@@ -15,7 +15,7 @@ LAYERS = (
     ("state",),
     ("attention", "pages", "validate"),
     ("prefix", "accounting", "requests", "guard", "options"),
-    ("sampling",),
+    ("sampling", "differences"),
     ("rows",),
     ("slot_pages",),
     ("engine", "engine_metrics", "scheduler", "audit", "faults", "reusing", "endings"),
