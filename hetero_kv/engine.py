@@ -278,7 +278,14 @@ class Engine(Endings):
         """From saved state."""
         saved, slot = self._drop_saved(entry), entry.slot
         entry.status = saved.status
-        cache = self.pages.enter(self.cache, slot, entry.handle.number, entry.tokens, saved.prefix)
+        cache = self.pages.enter(
+            self.cache,
+            slot,
+            entry.handle.number,
+            entry.tokens,
+            saved.prefix,
+            share=not entry.apart,
+        )
         self.cache = self.pages.settle(self.rows.put(cache, slot, saved.row), slot)
 
     # -- prompts -------------------------------------------------------------------------------

@@ -118,9 +118,11 @@ class Reuser:
 
     def prefix(self, entry: Entry) -> Prefix:
         """Whose pages the entry may get by sharing when it is admitted."""
+        if entry.apart or self.mode == SHADOW:
+            return NOTHING
         if entry.saved is not None:
             return entry.saved.prefix
-        if entry.apart or entry.lease is None or self.mode == SHADOW:
+        if entry.lease is None:
             return NOTHING
         return Prefix(entry.lease.keys.keys, entry.lease.resumable_length)
 

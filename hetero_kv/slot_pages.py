@@ -243,8 +243,8 @@ class SlotPages:
         """What a saved copy of the slot may get back by sharing."""
         if not self.paged:
             return NOTHING
-        length = min(int(cache.length[slot]), len(self._keys[slot]) * self._block)
-        exact = max(self._restored[slot], int(cache.grid_length[slot]))
+        length = min(int(np.asarray(cache.length)[slot]), len(self._keys[slot]) * self._block)
+        exact = max(self._restored[slot], int(np.asarray(cache.grid_length)[slot]))
         return Prefix(self._keys[slot], min(length, exact))
 
     def fail_load(self, cache: Cache, slot: int) -> Cache:
