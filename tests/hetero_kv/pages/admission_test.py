@@ -43,8 +43,8 @@ def holder() -> Cache:
     return cache
 
 
-def want(cache: Cache, length: int, tokens: int, number: int = 2, **changes) -> Want:
-    """Pages for `tokens`, of which row 0 lends those of the first `length`."""
+def want(cache: Cache, length: int, size: int, number: int = 2, **changes) -> Want:
+    """Pages for `size` tokens, of which row 0 lends those of the first `length`."""
     ids, generation = (np.zeros((len(PAGES), MOST), np.int32) for _ in "ab")
     whole = np.zeros(len(PAGES), np.int32)
     for c, page in enumerate(PAGES):
@@ -52,7 +52,7 @@ def want(cache: Cache, length: int, tokens: int, number: int = 2, **changes) -> 
         whole[c] = int(page.contract.count(length)) // page.entries
         ids[c, : page.columns] = pages.table[0]
         generation[c, : page.columns] = pages.column("generation", pages.table[0])
-    made = Want(ids, generation, whole, np.int32(tokens), np.int32(length), owner(number))
+    made = Want(ids, generation, whole, np.int32(size), np.int32(length), owner(number))
     return made._replace(**changes)
 
 
@@ -223,8 +223,8 @@ def test_the_books_take_back_what_they_gave(damage: str) -> None:
         "foreign": dict(table=pages.table.at[2, 0].set(pages.table[0, 4])),
         "negative": dict(table=pages.table.at[2, 1].set(-5)),
         "cleared": dict(table=pages.table.at[2].set(pages.size)),
-        "owner": dict(owner=pages.owner.at[pages.table[2, 5]].set(0)),
-        "form": dict(form=pages.form.at[pages.table[2, 5]].set(table.CORRUPT)),
+        "owner": dict(owner=pages.owner.at[pages.table[2, 7]].set(0)),
+        "form": dict(form=pages.form.at[pages.table[2, 7]].set(table.CORRUPT)),
     }[damage]
     tables = cache.pages.tables | {name: pages._replace(**changes)}
     cache = cache.replace(pages=cache.pages.replace(tables=tables))
