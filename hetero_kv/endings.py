@@ -12,6 +12,7 @@ from hetero_kv.requests import FAILED, PREEMPTED, PREFILL, REUSE_OFF, Event, Han
 from hetero_kv.reusing import Reuser, is_lost
 from hetero_kv.rows import Rows
 from hetero_kv.scheduler import Entry, Saved, Scheduler
+from hetero_kv.slot_pages import SlotPages
 from hetero_kv.state import Cache
 
 FAILURES = 2  # runs of a request that may end by a bad verdict or an error before it fails
@@ -22,6 +23,7 @@ class Endings:
 
     options: Options
     rows: Rows
+    pages: SlotPages
     cache: Cache
     counters: Counters
     breaker: Breaker
@@ -47,7 +49,7 @@ class Endings:
         saved = None
         if save:
             row = jax.device_get(self.rows.take(self.cache, entry.slot))
-            saved = Saved(row, entry.status)
+            saved = Saved(row, entry.status, self.pages.exact(self.cache, entry.slot))
             if self._saved_bytes + saved.nbytes > self.options.saved_bytes:
                 saved = None
         if saved is None:
@@ -65,7 +67,7 @@ class Endings:
         self.reuser.leave(entry)
         slot = entry.slot
         self.scheduler.wait(entry)
-        self.cache = self.rows.leave(self.cache, slot)
+        self.cache = self.pages.leave(self.cache, slot)
 
     def _discard(self, entry: Entry) -> None:
         self.counters.add("discarded_tokens_total", entry.discard())
@@ -80,7 +82,7 @@ class Endings:
         slot = entry.slot
         self.scheduler.leave(entry)
         if slot is not None and not is_lost(self.cache):
-            self.cache = self.rows.leave(self.cache, slot)
+            self.cache = self.pages.leave(self.cache, slot)
         if entry.saved is not None:
             self._drop_saved(entry)
         del self._entries[entry.handle]
@@ -111,17 +113,22 @@ class Endings:
             preemptions=entry.preemptions,
             approximate=run.approximate,
             routes=run.routes,
+            shared_pages=run.shared,
             reasons=(*entry.notes, *run.reasons),
         )
 
     # -- when something is wrong ---------------------------------------------------------------
 
     def _refused_by_check(self, found: list[tuple[Entry, np.ndarray]]) -> None:
-        """Rows whose verdict is bad have not moved: they start over, cold."""
+        """Rows whose verdict is bad have not moved: they start over."""
         for entry, bits in found:
             verdict = validate.Verdict(bits[None], np.zeros(1, bool))
-            wrong = "; ".join(validate.describe(self.rows.spec, verdict, 0))
+            wrongs = validate.describe(self.rows.spec, verdict, 0)
+            wrong = "; ".join(wrongs)
             self.counters.add("verdicts_total")
+            for one in wrongs:
+                component, reason = one.split(": ")
+                self.counters.add("verdict_bits_total", component=component, reason=reason)
             self._again(entry, Reason("", "evidence", entry.run.resumable, 0, wrong), wrong)
 
     def _not_finite(self, found: list[Entry]) -> None:
@@ -146,6 +153,7 @@ class Endings:
         """
         self.counters.add("caches_lost_total")
         self.cache = self.rows.new()
+        self.pages.clear()
         for entry in self.scheduler.active():
             reason = Reason("", "cache_lost", 0, 0, repr(error))
             if entry in culprits:
@@ -155,8 +163,15 @@ class Endings:
                 self._start_over(entry, "the cache was lost")
 
     def _again(self, entry: Entry, reason: Reason, why: str) -> None:
-        """The entry starts over, cold; or it has failed often enough."""
+        """The entry starts over, cold; or it has failed often enough.
+
+        Once it may be planned anew instead, if it shared pages: it then gets others.
+        """
         entry.notes.append(reason)
+        if any(entry.run.shared.values()) and not entry.apart:
+            entry.apart = True
+            self._start_over(entry, why)
+            return
         entry.failures += 1
         entry.cold = True
         if entry.failures >= FAILURES:

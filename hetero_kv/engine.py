@@ -33,6 +33,7 @@ from hetero_kv.requests import (
 from hetero_kv.reusing import HASH_ONLY, SHADOW, CacheLost, Reuser
 from hetero_kv.rows import Ask, Model, Rows, Told
 from hetero_kv.scheduler import Entry, Scheduler
+from hetero_kv.slot_pages import NoRoom, PagesLost, SlotPages
 
 IDLE_SECONDS = 1e-3
 
@@ -78,23 +79,26 @@ class Engine(Endings):
             max_stops=options.max_stops,
             keep_logits=options.keep_logits,
             keep_prompt_logits=options.keep_prompt_logits,
-            check=reuse != HASH_ONLY,
+            check=options.validate and reuse != HASH_ONLY,
             poison=options.debug_poison,
+            paging=options.paging,
         )
         self.rows = rows or Rows(model, strict=options.strict, **sizes)
         other = {x for x, value in sizes.items() if getattr(self.rows, x) != value}
         if other or self.rows.model is not model:
-            raise ValueError(f"rows= were made for another model or other {sorted(other)}")
+            raise ValueError(f"rows= were made for other {sorted(other) or 'models'}")
         self.params = params
         self.store = store
         self.counters = engine_metrics.counters()
         self.breaker = Breaker(options.audit_failures)
+        self.pages = SlotPages(self.rows, self.counters)
         self.reuser = Reuser(
             self.rows,
             params,
             reuse,
             store,
             self.counters,
+            self.pages,
             share=options.shadow_share if reuse == SHADOW else options.audit_share,
             floor=options.noise_floor,
             breaker=self.breaker,
@@ -125,6 +129,8 @@ class Engine(Endings):
             rows = self.rows
             why = requests.problem(request, self._vocab, rows.capacity, rows.max_stops)
             prompt = np.array(request.tokens, np.int32) if not why else np.zeros(0, np.int32)
+            if not why:
+                why = self.pages.refusal(len(prompt) + int(request.max_new_tokens) - 1)
             if not why and request.arrival is not None:
                 arrival = max(request.arrival, now)
         except (TypeError, ValueError, OverflowError) as error:
@@ -205,6 +211,7 @@ class Engine(Endings):
         """Counters and gauges by name; `engine_metrics.to_text` says what each means."""
         gauges = {"saved_state_bytes": self._saved_bytes, "reuse_on": int(self.reuser.on)}
         gauges["unfinished_audits"] = len(self.reuser.audits)
+        gauges |= self.pages.gauges()
         return engine_metrics.snapshot(self.counters, self.scheduler, self.rows.guard, gauges)
 
     def problems(self) -> list[str]:
@@ -219,6 +226,7 @@ class Engine(Endings):
         audits = self.reuser.audits.values()
         if any(x.served is None and x.handle not in self._entries for x in audits):
             found.append("there are audits that can never end")
+        found += self.pages.problems(self.cache)
         return found + engine_metrics.token_problems(self.counters, placed)
 
     # -- admission -----------------------------------------------------------------------------
@@ -232,25 +240,55 @@ class Engine(Endings):
                 continue
             if not self.reuser.ready(entry, now):
                 continue
-            slot, victim = self.scheduler.place(entry, may)
-            if victim is not None:
+            victims = self._victims(entry, may)
+            if victims is None:
+                self.counters.add("page_waits_total")
+                return  # nobody overtakes it, or small requests could keep it out for ever
+            for victim in victims:
                 self._preempt(victim, self.options.preempt == SAVE)
-            self._start(entry, slot)
+            self._start(entry, self.scheduler.place(entry, may)[0])
+
+    def _victims(self, entry: Entry, may: bool) -> list[Entry] | None:
+        """Who must go so that there are a slot and pages for an entry; None: it must wait."""
+        _, victim = self.scheduler.place(entry, may)
+        victims = [] if victim is None else [victim]
+        others = [x for x in self.scheduler.below(entry) if x is not victim] if may else []
+        prefix = self.reuser.prefix(entry)
+        while not self.pages.fits(entry.tokens, prefix, [x.slot for x in victims]):
+            if not others:
+                return None
+            victims.append(others.pop())
+        return victims
 
     def _start(self, entry: Entry, slot: int) -> None:
         self.scheduler.enter(entry, slot)
-        if entry.saved is not None:
-            saved = self._drop_saved(entry)
-            self.cache = self.rows.put(self.cache, slot, saved.row)
-            entry.status = saved.status
-        else:
-            entry.status = PREFILL
-            try:
+        try:
+            if entry.saved is not None:
+                self._return(entry)
+            else:
+                entry.status = PREFILL
                 self.cache = self.reuser.begin(entry, self.cache)
-            except CacheLost as error:
-                self._recover(error, [])
-                return
-        self._emit(Event(ADMITTED, entry.handle))
+        except NoRoom as error:
+            self.cache = error.cache
+            self._start_over(entry, str(error))
+        except (CacheLost, PagesLost) as error:
+            self._recover(error, [])
+        else:
+            self._emit(Event(ADMITTED, entry.handle))
+
+    def _return(self, entry: Entry) -> None:
+        """From saved state."""
+        saved, slot = self._drop_saved(entry), entry.slot
+        entry.status = saved.status
+        cache = self.pages.enter(
+            self.cache,
+            slot,
+            entry.handle.number,
+            entry.tokens,
+            saved.prefix,
+            share=not entry.apart,
+        )
+        self.cache = self.pages.settle(self.rows.put(cache, slot, saved.row), slot)
 
     # -- prompts -------------------------------------------------------------------------------
 
@@ -273,6 +311,7 @@ class Engine(Endings):
                 first=first,
                 replay=run.replay is not None,
                 check=not run.approximate,
+                expected=self.pages.expected(entry.slot),
             )
         except LeakedShape:
             raise
@@ -304,7 +343,7 @@ class Engine(Endings):
         self.counters.add("prompt_tokens_total", count, how=how)
         if self.rows.keep_prompt_logits and not run.replay:
             run.prompt_logits.append(np.asarray(logits)[0, :count])
-        self.reuser.advanced(entry, self.cache, count)
+        self.cache = self.reuser.advanced(entry, self.cache, count)
         if run.position < entry.size:
             return True
         bad = np.bitwise_or.reduce(np.array(jax.device_get(run.bits), np.uint32), axis=0)
@@ -325,7 +364,7 @@ class Engine(Endings):
             entry.first_token_s = self.now() - entry.arrival
             self._first_token.observe(entry.first_token_s)
         self._made(entry, token, logits)
-        self.reuser.finished_prompt(entry, self.cache, logits)
+        self.cache = self.reuser.finished_prompt(entry, self.cache, logits)
         entry.status = DECODE
         self._maybe_finish(entry)
 
@@ -372,6 +411,7 @@ class Engine(Endings):
                     for x in self.scheduler.slots
                 ]
             ),
+            expected=self.pages.expected(),
         )
         for entry in self.scheduler.decoding():
             r, at = entry.slot, entry.cursor

@@ -4,6 +4,8 @@ import dataclasses
 import time
 from collections.abc import Callable
 
+from hetero_kv.pages.layout import Paging
+
 SAVE, RECOMPUTE, NEVER = "save", "recompute", "never"
 
 
@@ -36,6 +38,10 @@ class Options:
         Every audit then copies its restored row to the host. weights_source: a checkpoint of the
         weights, which bundles name.
     keep_logits, keep_prompt_logits: in results.
+    paging: pages that slots share, as `Paging.of(model.cache_spec, slots, capacity, …)`: each
+        request holds those of its own tokens, and one copy of a prefix serves all. None: every slot
+        has rows for `capacity` tokens of its own.
+    validate: every call verifies the state that it reads. False: for measurements.
     debug_poison: rows nobody owns are NaN. strict: a second compile of a bucket raises.
     clock, sleep: seconds.
     """
@@ -59,6 +65,8 @@ class Options:
     weights_source: str = ""
     keep_logits: bool = False
     keep_prompt_logits: bool = False
+    paging: Paging | None = None
+    validate: bool = True
     debug_poison: bool = False
     strict: bool = False
     seed: int = 0

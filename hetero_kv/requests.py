@@ -103,7 +103,8 @@ class Result:
     tokens: i32[k], the stop token included. logits: f32[k, V], those that each token was chosen
     from, if the engine keeps them. prompt_logits: f32[n - resumable, V], at the prompt tokens
     that were computed, if the engine keeps them. first_token_s: seconds from arrival to
-    the first token; NaN if there was none.
+    the first token; NaN if there was none. shared_pages: by component, pages of its last run that
+    it got because another request held them (route "share"); none without `Options.paging`.
     """
 
     handle: Handle
@@ -123,6 +124,7 @@ class Result:
     preemptions: int
     approximate: bool
     routes: Mapping[str, str]
+    shared_pages: Mapping[str, int]
     reasons: tuple[Reason, ...]
 
 

@@ -20,15 +20,18 @@ from hetero_kv.prefix.store import PrefixStore
 from hetero_kv.requests import Handle
 from hetero_kv.rows import Rows
 from hetero_kv.scheduler import Entry, Run
+from hetero_kv.slot_pages import NOTHING, NoRoom, PagesLost, Prefix, SlotPages
 from hetero_kv.state import Cache
 
 OFF, HASH_ONLY, VALIDATED, SHADOW = "off", "hash_only", "validated", "shadow"
 MODES = (OFF, HASH_ONLY, VALIDATED, SHADOW)
 WAIT_NO_MORE = 1e-6  # seconds; a store takes any timeout above 0 for "then go ahead"
+SHARE = "share"  # route of a component that comes back as pages which another row holds
+TRIES = 2  # of a restore into pages that are to be shared: the second plan may be a shorter one
 
 
 class CacheLost(RuntimeError):
-    """A failed call has taken the donated cache with it."""
+    """The cache is of no use: a failed call has taken it along, or its pages are in disorder."""
 
 
 class Reuser:
@@ -42,6 +45,7 @@ class Reuser:
         flight_timeout: seconds to wait for another request that computes the same prefix.
         max_audits: unfinished audits at a time, each with two rows of its own.
         bundles: of failed audits, and of requests that ask for one.
+        pages: what the slots hold.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Reuser:
         mode: str,
         store: PrefixStore | None,
         counters: Counters,
+        pages: SlotPages,
         *,
         share: float,
         floor: float,
@@ -73,7 +78,12 @@ class Reuser:
         self.audits: dict[Handle, Audit] = {}
         self._exhibits: dict[Handle, Exhibit] = {}  # of audits that may come to a bundle
         self.findings: list[Finding] = []  # of finished audits, not yet taken by the engine
-        self._rows, self._params, self._counters = rows, params, counters
+        if pages.paged and mode == HASH_ONLY:
+            raise ValueError(
+                "reuse='hash_only' claims state that is not there, which pages refuse: use "
+                "Options(paging=None)"
+            )
+        self._rows, self._params, self._counters, self._pages = rows, params, counters, pages
         self._share, self._floor, self._seed = share, floor, seed
         self._flight_timeout, self._max_audits = flight_timeout, max_audits
 
@@ -111,35 +121,57 @@ class Reuser:
             self._failed(entry, "lookup", error)
         return True
 
+    def prefix(self, entry: Entry) -> Prefix:
+        """Whose pages the entry may get by sharing when it is admitted."""
+        if entry.apart or self.mode == SHADOW:
+            return NOTHING
+        if entry.saved is not None:
+            return entry.saved.prefix
+        if entry.lease is None:
+            return NOTHING
+        return Prefix(entry.lease.keys.keys, entry.lease.resumable_length)
+
     def begin(self, entry: Entry, cache: Cache) -> Cache:
         """Starts a run in the entry's slot: restored as far as the lease goes, or empty.
 
-        Raises CacheLost if a failed restore has consumed the cache.
+        Raises CacheLost if a failed restore has consumed the cache, or its pages are in disorder;
+        NoRoom if pages that were to be shared have changed, and there are no others.
         """
         entry.run = Run()
         if entry.lease is None:
             if self.breaker.open:
                 detail = f"off after {len(self.breaker.failed)} failed audits"
                 entry.run.reasons = (Reason("", "reuse_off", 0, 0, detail),)
-            return self._rows.reset(cache, entry.slot)
+            return self._enter(entry, cache)
         try:
             if self.mode == SHADOW:
                 self._shadow(entry)
+                cache = self._enter(entry, cache)
             else:
-                cache = self.store.restore(entry.lease, cache, row=entry.slot)
+                for _ in range(TRIES):
+                    length = entry.lease.resumable_length
+                    cache = self._enter(entry, cache, Prefix(entry.lease.keys.keys, length))
+                    cache = self._fetch(entry, cache)
+                    if not self._pages.exceeds(entry.slot, entry.lease.resumable_length):
+                        break
+                    cache = self._pages.leave(cache, entry.slot)
+                else:
+                    raise RuntimeError(f"{TRIES} plans were shortened while they were restored")
+                cache = self._pages.settle(cache, entry.slot, entry.lease.resumable_length)
                 self._restored(entry)
             self._describe(entry)
-        except LeakedShape:
+        except (LeakedShape, CacheLost, NoRoom):
             raise
         except Exception as error:
             self._failed(entry, "restore", error)
             if is_lost(cache):
                 raise CacheLost(f"restore: {error}") from error
-            return self._rows.reset(cache, entry.slot)
+            cache = self._pages.fail_load(cache, entry.slot)
+            return self._enter(entry, self._pages.leave(cache, entry.slot))
         if not entry.lease.leader:  # a leader's lease tells others to wait until it is released
             self.release(entry)
         if self.mode == SHADOW:
-            return self._rows.reset(cache, entry.slot)
+            return cache
         run = entry.run
         run.position = run.replay[0] if run.replay else run.resumable
         if run.replay:
@@ -150,32 +182,37 @@ class Reuser:
 
     # -- during and after a run ----------------------------------------------------------------
 
-    def advanced(self, entry: Entry, cache: Cache, count: int) -> None:
+    def advanced(self, entry: Entry, cache: Cache, count: int) -> Cache:
         """`count` prompt tokens more are in the row, the last of which ends a call."""
         run = entry.run
         if run.replay and run.position == run.replay[1]:
             run.replay = None
             self._sample(entry, cache)
-            return
+            return cache
         audit = self.audits.get(entry.handle)
         if self.mode == SHADOW and audit and run.position == audit.length:
             audit.cold = self._rows.take(cache, entry.slot)
         if run.replay or run.epoch is None or not self.on:
-            return
+            return cache
         if self.mode != SHADOW or run.position > run.resumable:
             self.store.computed(count)
         if run.position in run.points and run.position < entry.size:
             self.publish(entry, cache)
+            cache = self._pages.settle(cache, entry.slot)
+        return cache
 
-    def finished_prompt(self, entry: Entry, cache: Cache, logits: np.ndarray) -> None:
+    def finished_prompt(self, entry: Entry, cache: Cache, logits: np.ndarray) -> Cache:
         """The whole prompt is in the row; logits f32[V] are the answer's first."""
         self.publish(entry, cache)
         self.release(entry)
+        if self.on:
+            cache = self._pages.settle(cache, entry.slot)
         audit = self.audits.get(entry.handle)
         if audit is not None:
             audit.served = logits
         elif entry.request.bundle:  # nothing was resumed
             self._bundle(Exhibit.of(self._rows.spec, entry, 0, None), None, served=logits)
+        return cache
 
     def publish(self, entry: Entry, cache: Cache) -> None:
         """Publishes what the row holds of the prompt, if it was begun under the store's eyes."""
@@ -235,12 +272,35 @@ class Reuser:
 
     # -- inside --------------------------------------------------------------------------------
 
+    def _enter(self, entry: Entry, cache: Cache, prefix: Prefix = NOTHING) -> Cache:
+        """The slot starts over at length 0, with all pages that the entry can come to need."""
+        try:
+            return self._pages.enter(
+                cache,
+                entry.slot,
+                entry.handle.number,
+                entry.tokens,
+                prefix,
+                share=not entry.apart,
+            )
+        except PagesLost as error:
+            raise CacheLost(str(error)) from error
+
+    def _fetch(self, entry: Entry, cache: Cache) -> Cache:
+        """What the lease promises, into the slot; but for what it shares already."""
+        held = self._pages.held_blocks(entry.slot)
+        if not held:
+            return self.store.restore(entry.lease, cache, row=entry.slot)
+        return self.store.restore(entry.lease, cache, row=entry.slot, held=held)
+
     def _describe(self, entry: Entry) -> None:
         """What the lease has come to, into the run."""
         run, lease = entry.run, entry.lease
         run.candidate, run.resumable = lease.candidate_length, lease.resumable_length
         run.approximate = lease.approximate
         run.routes, run.reasons = dict(lease.routes), lease.reasons
+        run.shared = self._pages.shared(entry.slot)
+        run.routes |= {name: SHARE for name, count in run.shared.items() if count}
         run.epoch = lease.epoch
         run.points = () if self.mode == HASH_ONLY else lease.checkpoint_points
 

@@ -4,8 +4,12 @@ Nothing else of the engine touches the arrays of a cache. Prompts run through th
 batch 1, on a row that is cut out of the cache and put back within one compiled function. So the
 numeric regime of published state is that of batch 1, whatever the number of slots, and no call
 works on rows that have nothing to do. Decoding runs all rows, with a mask.
+
+Every call verifies the rows that it reads: one whose verdict is bad writes nothing and does not
+move. History is in rows of the cache, or in pages (`paging`); both give the same bits.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -13,12 +17,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetero_kv import sampling, state, validate
+from hetero_kv import differences, sampling, state, validate
 from hetero_kv.contract import CacheSpec, Derived, LeafSlot, Scratch
+from hetero_kv.differences import Difference
 from hetero_kv.guard import Guard
+from hetero_kv.pages import admission
+from hetero_kv.pages import cache as paged
+from hetero_kv.pages import slots as slots_lib
+from hetero_kv.pages import validate as at_use
+from hetero_kv.pages.admission import Given, Settled, Want
+from hetero_kv.pages.layout import Paging
+from hetero_kv.pages.table import Ledger, PageTable
+from hetero_kv.pages.validate import Expected
 from hetero_kv.params import Params
 from hetero_kv.sampling import Choice
 from hetero_kv.state import Cache
+
+_ALL = sum(validate.BITS.values())
+_OF_WINDOWS = validate.POSITIONS | validate.JOINT
+_OF_PAGES = validate.GENERATION | validate.OWNER | validate.MISSING
 
 
 class Program(Protocol):
@@ -33,11 +50,17 @@ class Program(Protocol):
         first: jax.Array,
         logits: str,
         replay: jax.Array,
+        verified: bool,
     ) -> tuple[jax.Array, Cache]:
         """One prefill or replay call."""
 
     def step(
-        self, params: Params, token: jax.Array, cache: Cache, active: jax.Array
+        self,
+        params: Params,
+        token: jax.Array,
+        cache: Cache,
+        active: jax.Array,
+        verified: bool,
     ) -> tuple[jax.Array, Cache]:
         """One decode step."""
 
@@ -52,6 +75,11 @@ class Model(Protocol):
     def init_cache(self, batch: int, capacity: int, poison: bool = False) -> Cache:
         """An empty cache."""
 
+    def init_paged_cache(
+        self, batch: int, capacity: int, paging: Paging | None = None, poison: bool = False
+    ) -> Cache:
+        """An empty cache in pages."""
+
 
 class Ask(NamedTuple):
     """What a decode call shall do for every row."""
@@ -65,6 +93,7 @@ class Ask(NamedTuple):
     known: np.ndarray  # i32[R], how many of them
     stops: np.ndarray  # i32[R, max_stops], token ids that end a row; -1: none
     choice: Choice
+    expected: Expected | None = None  # what the pages of the rows were given as
 
 
 class Told(NamedTuple):
@@ -78,14 +107,6 @@ class Told(NamedTuple):
     logits: jax.Array  # f32[R, burst, V], or f32[R, burst, 0]
 
 
-class Difference(NamedTuple):
-    """Per stacked leaf, between two rows of equal length."""
-
-    error: jax.Array  # f32[], the largest; inf where one is not a number
-    row: jax.Array  # i32[], the first that differs by more than the floor, or -1
-    repeat: jax.Array  # i32[], in which layer of the stack
-
-
 class Rows:
     """Compiled functions for caches of `slots` rows, and of one row (scratch).
 
@@ -96,7 +117,9 @@ class Rows:
         max_stops: stop ids per request.
         keep_logits: whether decode calls return logits.
         keep_prompt_logits: whether prefill calls return logits at all tokens, not at the last.
-        check: whether every call verifies the evidence of the rows it reads (DESIGN rule 1).
+        check: whether every call verifies the state of the rows it reads (DESIGN rules 1, 11).
+            Without, only lengths are compared with the host's.
+        paging: pages that the rows share; None: a contiguous cache. Scratch rows are contiguous.
         poison: whether rows start as NaN, and become NaN again when they are given up (rule 6).
         strict: see Guard.
     """
@@ -114,13 +137,19 @@ class Rows:
         check: bool = True,
         poison: bool = False,
         strict: bool = False,
+        paging: Paging | None = None,
     ):
+        if paging is not None and paging.capacity != capacity:
+            raise ValueError(
+                f"pages for rows of {paging.capacity} tokens, not of {capacity=}: use "
+                "Paging.of(spec, slots, capacity, …)"
+            )
         if slots < 1 or burst < 1 or max_stops < 1:
             raise ValueError(f"need at least one of each, got {slots=}, {burst=}, {max_stops=}")
         self.model, self.spec = model, model.cache_spec
         self.slots, self.capacity, self.burst, self.max_stops = slots, capacity, burst, max_stops
         self.keep_logits, self.keep_prompt_logits = keep_logits, keep_prompt_logits
-        self.check, self.poison = check, poison
+        self.check, self.poison, self.paging = check, poison, paging
         self.components = validate.components(self.spec)
         self.guard = Guard(strict)
         self.compared = [
@@ -128,10 +157,17 @@ class Rows:
         ]
         self._reset = self._jit("reset", self._traced_reset)
         self._stand = self._jit("stand", self._traced_stand)
-        self._put = self._jit("put", state.put_row)
-        self._wipe = self._jit("wipe", self._traced_wipe)
-        self._take = self.guard.jit("take", state.take_row, _batch)
-        self._differ = self.guard.jit("differ", self._traced_differ, _batch)
+        spec = self.spec
+        self._put = self._jit("put", functools.partial(slots_lib.put, spec))
+        self._wipe = self._jit("wipe", functools.partial(slots_lib.poison, spec))
+        self._take = self.guard.jit("take", functools.partial(slots_lib.take, spec), _batch)
+        self._admit = self._jit("admit", functools.partial(admission.admit, spec))
+        self._settle = self._jit("settle", functools.partial(admission.settle, spec))
+        self._fail_load = self._jit("fail_load", admission.fail_load)
+        self._revoke = self._jit("revoke", self._traced_revoke)
+        self._ledgers = self.guard.jit("ledgers", paged.ledgers, _batch)
+        differ = functools.partial(differences.differ, spec, self.compared)
+        self._differ = self.guard.jit("differ", differ, _batch)
         self._pick = self.guard.jit("pick", sampling.choose, lambda *_: "1 row")
         self._prefill = self.guard.jit(
             "prefill",
@@ -149,7 +185,9 @@ class Rows:
     # -- caches and rows -----------------------------------------------------------------------
 
     def new(self, batch: int | None = None) -> Cache:
-        """An empty cache of `slots` rows, or of `batch` (1: scratch)."""
+        """An empty cache of `slots` rows, or a contiguous one of `batch` (1: scratch)."""
+        if batch is None and self.paging is not None:
+            return self.model.init_paged_cache(self.slots, self.capacity, self.paging, self.poison)
         return self.model.init_cache(batch or self.slots, self.capacity, self.poison)
 
     def reset(self, cache: Cache, row: int) -> Cache:
@@ -161,16 +199,43 @@ class Rows:
         return self._stand(cache, self._row(cache, row), np.int32(length), np.int32(grid_length))
 
     def take(self, cache: Cache, row: int) -> Cache:
-        """A copy of one row, as a cache of batch 1. The cache given is only read."""
+        """A copy of one row, as a contiguous cache of batch 1. The cache given is only read."""
         return self._take(cache, self._row(cache, row))
 
     def put(self, cache: Cache, row: int, one: Cache) -> Cache:
-        """The cache with its row exchanged for the only one of `one`."""
+        """The cache with its row exchanged for the only one of `one`; in pages: open ones."""
         return self._put(cache, self._row(cache, row), one)
 
     def leave(self, cache: Cache, row: int) -> Cache:
         """The row is given up: with `poison` its numbers become NaN, else nothing happens."""
         return self._wipe(cache, self._row(cache, row)) if self.poison else cache
+
+    # -- pages of a row, see pages/admission.py ------------------------------------------------
+
+    def admit(self, cache: Cache, row: int, want: Want) -> tuple[Cache, Given]:
+        """Gives the row all its pages; what was given, on the host."""
+        cache, given = self._admit(cache, self._row(cache, row), want)
+        return cache, jax.device_get(given)
+
+    def settle(
+        self, cache: Cache, row: int, keys: np.ndarray, restored: int, tokens: int
+    ) -> tuple[Cache, Settled]:
+        """Ends the copy into the row's pages, and seals what is exact; told on the host."""
+        numbers = np.int32(restored), np.int32(tokens)
+        cache, settled = self._settle(cache, self._row(cache, row), keys, *numbers)
+        return cache, jax.device_get(settled)
+
+    def fail_load(self, cache: Cache, row: int) -> Cache:
+        """The copy into the row's pages has failed."""
+        return self._fail_load(cache, self._row(cache, row))
+
+    def revoke(self, cache: Cache, row: int, ids: np.ndarray, left: np.ndarray) -> Cache:
+        """Takes the row's pages by the host's books; the row starts over."""
+        return self._revoke(cache, self._row(cache, row), ids, left)
+
+    def page_books(self, cache: Cache) -> tuple[dict[str, PageTable], dict[str, Ledger]]:
+        """The page table of each component and its ledger, on the host."""
+        return jax.device_get((cache.pages.tables, self._ledgers(cache)))
 
     # -- the model -----------------------------------------------------------------------------
 
@@ -192,14 +257,17 @@ class Rows:
         first: int = 0,
         replay: bool = False,
         check: bool = True,
+        expected: Expected | None = None,
     ) -> tuple[jax.Array, Cache, jax.Array]:
         """One call from `start`, where the row must stand, towards `stop`; see `piece`.
 
-        tokens: i32[n], the whole prompt. first: see `Call.first`.
+        tokens: i32[n], the whole prompt. first: see `Call.first`. expected: of the row alone, what
+            its pages were given as.
 
         Returns logits f32[1, V], or f32[1, columns, V] with `keep_prompt_logits`, the cache, and
-        the verdict u32[components] on the row as it was before: unless 0 it did not move. With
-        check = False, and in a replay, only the length is verified.
+        the verdict u32[components] on the row as it was before: unless 0 it did not move. In a
+        replay, and with check = False (after an approximate one), windows and tails are not
+        verified.
         """
         count, columns = self.piece(start, stop)
         part = np.zeros((1, columns), np.int32)
@@ -214,6 +282,7 @@ class Rows:
             np.array([first], np.int32),
             np.bool_(replay),
             np.bool_(check and not replay),
+            expected,
         )
 
     def pick(self, logits: np.ndarray, choice: Choice) -> int:
@@ -244,9 +313,11 @@ class Rows:
             grid_length=cache.grid_length.at[row].set(grid_length),
         )
 
-    def _traced_wipe(self, cache: Cache, row: jax.Array) -> Cache:
-        fresh = self.model.init_cache(1, self.capacity, True)
-        return state.put_row(cache, row, fresh)
+    def _traced_revoke(
+        self, cache: Cache, row: jax.Array, ids: jax.Array, left: jax.Array
+    ) -> Cache:
+        cache = admission.revoke(self.spec, cache, row, ids, left, self.poison)
+        return slots_lib.poison(self.spec, cache, row) if self.poison else cache
 
     def _traced_prefill(
         self,
@@ -259,28 +330,28 @@ class Rows:
         first: jax.Array,
         replay: jax.Array,
         check: jax.Array,
+        expected: Expected | None,
     ) -> tuple[jax.Array, Cache, jax.Array]:
         # The barriers keep the model's program what it is alone, so that its bits do not depend on
         # the number of slots around it.
-        one = jax.lax.optimization_barrier(state.take_row(cache, row))
-        bits = jnp.zeros(len(self.components), jnp.uint32)
-        if self.check:
-            bits = jnp.where(check, validate.evidence(self.spec, one).bits[0], bits)
+        one = jax.lax.optimization_barrier(slots_lib.cut(self.spec, cache, row))
+        bits = self._verdict(one, expected, count, count > 0, check[None], replay[None])[0]
         bits = bits.at[-1].set(bits[-1] | _wrong_length(one.length[0] != start))
         count = jnp.where(jnp.all(bits == 0), count, 0)
         kind = "all" if self.keep_prompt_logits else "last"
         logits, one = self.model.stack.call(
-            params, tokens, count, one, first, logits=kind, replay=replay
+            params, tokens, count, one, first, logits=kind, replay=replay, verified=True
         )
-        return logits, state.put_row(cache, row, jax.lax.optimization_barrier(one)), bits
+        one = jax.lax.optimization_barrier(one)
+        return logits, slots_lib.paste(self.spec, cache, row, one), bits
 
     def _traced_decode(
         self, params: Params, cache: Cache, ask: Ask, steps: jax.Array
     ) -> tuple[Told, Cache]:
         rows, vocab = cache.batch, self._vocab(params, cache)
-        bits = jnp.zeros((rows, len(self.components)), jnp.uint32)
-        if self.check:
-            bits = validate.evidence(self.spec, cache, rows=(ask.budget > 0) & ask.check).bits
+        runs, none = ask.budget > 0, jnp.zeros(rows, bool)
+        count = jnp.minimum(ask.budget, steps)
+        bits = self._verdict(cache, ask.expected, count, runs, ask.check, none)
         lost = (ask.budget > 0) & (cache.length != ask.length)
         bits = bits.at[:, -1].set(bits[:, -1] | _wrong_length(lost))
         budget = jnp.where(jnp.all(bits == 0, axis=-1), ask.budget, 0)
@@ -296,7 +367,7 @@ class Rows:
         def body(carry: tuple) -> tuple:
             i, token, cache, done, told = carry
             moves = active(i, done)
-            logits, cache = self.model.stack.step(params, token, cache, moves)
+            logits, cache = self.model.stack.step(params, token, cache, moves, verified=True)
             finite = jnp.all(jnp.isfinite(logits), axis=-1)
             chosen = sampling.choose(logits, ask.index + i, ask.choice)
             known = i < ask.known
@@ -330,23 +401,28 @@ class Rows:
         moves = jax.ShapeDtypeStruct((cache.batch,), jnp.bool_)
         return jax.eval_shape(self.model.stack.step, params, token, cache, moves)[0].shape[-1]
 
-    def _traced_differ(self, one: Cache, two: Cache, floor: jax.Array) -> list[Difference]:
-        found = []
-        for slot in self.compared:
-            error = _error(one.leaf(slot)[:, 0], two.leaf(slot)[:, 0])  # [repeats, rows, *width]
-            about = validate.owner(self.spec, slot).leaf
-            if slot.leaf.row_count(self.capacity):
-                live = about.live_rows(one.length[0], self.capacity)
-                live = live.reshape(1, -1, *[1] * (error.ndim - 2))
-                error = jnp.where(live, error, 0.0)
-                error = jnp.max(error, axis=tuple(range(2, error.ndim)))
-            else:
-                error = jnp.max(error.reshape(error.shape[0], 1, -1), axis=-1)
-            above = jnp.any(error > floor, axis=0)
-            row = jnp.where(jnp.any(above), jnp.argmax(above), -1).astype(jnp.int32)
-            repeat = jnp.argmax(error[:, row] > floor).astype(jnp.int32)
-            found.append(Difference(jnp.max(error), row, repeat))
-        return found
+    def _verdict(
+        self,
+        cache: Cache,
+        expected: Expected | None,
+        count: jax.Array,
+        rows: jax.Array,
+        check: jax.Array,
+        replay: jax.Array,
+    ) -> jax.Array:
+        """u32[R, components]: whether bool[R] `rows` may go on by i32[R] `count` tokens.
+
+        Where `check` is False windows and tails are left out; in a replay all but whose the pages
+        are, since lengths are behind the state then.
+        """
+        if not self.check:
+            return jnp.zeros((cache.batch, len(self.components)), jnp.uint32)
+        if cache.pages is None:
+            return validate.evidence(self.spec, cache, rows=rows & check).bits
+        found = at_use.check(self.spec, cache, expected, count, rows, writes=~replay)
+        kept = jnp.where(check, jnp.uint32(_ALL), jnp.uint32(_ALL & ~_OF_WINDOWS))
+        kept = jnp.where(replay, jnp.uint32(_OF_PAGES), kept)
+        return found.bits & kept[:, None]
 
     @staticmethod
     def _row(cache: Cache, row: int) -> np.int32:
@@ -370,22 +446,9 @@ def _is_count(slot: LeafSlot) -> bool:
     return getattr(slot.leaf.contract, "kind", "") == "count"
 
 
-def _error(a: jax.Array, b: jax.Array) -> jax.Array:
-    """f32, 0 only where the bits are equal; inf where one is not a number."""
-    if not jnp.issubdtype(a.dtype, jnp.floating):
-        return jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)) + (a != b)
-    bits = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
-    same = jax.lax.bitcast_convert_type(a, bits) == jax.lax.bitcast_convert_type(b, bits)
-    error = jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))
-    error = jnp.where(jnp.isfinite(error), error, jnp.inf)
-    finite = jnp.isfinite(a) & jnp.isfinite(b)
-    least = jnp.finfo(jnp.float32).tiny  # 0.0 and -0.0 differ too
-    return jnp.where(same & finite, 0.0, jnp.where(same, jnp.inf, jnp.maximum(error, least)))
-
-
 def _wrong_length(wrong: jax.Array) -> jax.Array:
     return validate.bit(wrong, validate.LENGTH)
 
 
 def _batch(cache: Cache, *_: object) -> str:
-    return f"{cache.batch} rows"
+    return f"{cache.batch} rows" if cache.pages is None else f"{cache.batch} rows in pages"

@@ -12,6 +12,7 @@ import numpy as np
 from hetero_kv.prefix.lease import Lease
 from hetero_kv.prefix.plan import Reason
 from hetero_kv.requests import DECODE, PREFILL, WAITING, Handle, Request
+from hetero_kv.slot_pages import Prefix
 from hetero_kv.state import Cache
 
 
@@ -34,6 +35,7 @@ class Run:
     reasons: tuple[Reason, ...] = ()
     points: tuple[int, ...] = ()  # lengths at which to publish
     epoch: bytes | None = None
+    shared: dict[str, int] = dataclasses.field(default_factory=dict)  # pages got by sharing
     prompt_logits: list[np.ndarray] = dataclasses.field(default_factory=list)
     bits: list[jax.Array] = dataclasses.field(default_factory=list)  # verdicts not read yet
 
@@ -49,6 +51,7 @@ class Saved:
 
     row: Cache  # of numpy arrays, batch 1
     status: str
+    prefix: Prefix  # whose pages it may share again
 
     @property
     def nbytes(self) -> int:
@@ -75,6 +78,7 @@ class Entry:
     patience: float | None = None  # until when it waits for a flight
     saved: Saved | None = None
     cold: bool = False  # no reuse any more, after a bad verdict or a failure
+    apart: bool = False  # shares no pages any more, after a bad verdict on shared ones
     failures: int = 0
     notes: list[Reason] = dataclasses.field(default_factory=list)  # of all runs
     discarded: int = 0
@@ -89,6 +93,11 @@ class Entry:
     def size(self) -> int:
         """Tokens of the prompt."""
         return len(self.prompt)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that its row holds at the end: the last one of the answer is never fed."""
+        return self.size + int(self.request.max_new_tokens) - 1
 
     def discard(self) -> int:
         """Starts a new run; the tokens of the old one were in vain."""
@@ -162,6 +171,11 @@ class Scheduler:
             return None
         victim = max(lower, key=lambda x: x.order)
         return victim.slot, victim
+
+    def below(self, entry: Entry) -> list[Entry]:
+        """Entries in slots that may be preempted for one, the first to go last."""
+        lower = (x for x in self.active() if x.request.priority < entry.request.priority)
+        return sorted(lower, key=lambda x: x.order)
 
     # -- changes -------------------------------------------------------------------------------
 

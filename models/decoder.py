@@ -281,7 +281,7 @@ class Decoder:
 
         The cache is donated; `accept` gives it back. Rows that are not `active` do not move, and
         their logits mean nothing. Raises ValueError for d beyond `rewind_budget`, or where an
-        active row would not fit its capacity.
+        active row would not fit its capacity or its pages.
         """
         check_tokens(tokens, (cache.batch, None), self.config.vocab_size)
         return self._drafts.verify(params, tokens, cache, active)

@@ -3,7 +3,8 @@
 A draft runs in one call. History is append-only, so entries of rejected tokens are dead rows that
 the next call overwrites; windows, tails and all evidence are copied before the call. To accept
 fewer tokens than were drafted, these copies go back and the call is repeated for the accepted
-tokens alone. So no ring needs extra rows, and rejected tokens leave no trace.
+tokens alone. So no ring needs extra rows, and rejected tokens leave no trace. Pages count their
+valid entries: the counts go back as well, so that an entry that was rejected is nobody's.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetero_kv.contract import CacheSpec, History
+from hetero_kv.pages import views
 from hetero_kv.params import Params
 from hetero_kv.state import Cache
 
@@ -26,13 +28,13 @@ class Draft:
     """Drafted tokens of R rows that have run, until some of them are accepted.
 
     tokens: i32[R, columns], padded. count: i64[R], how many ran. before: the leaves other than
-    History, length and grid length as they were.
+    History, length, grid length and the valid counts of pages as they were.
     """
 
     tokens: np.ndarray
     count: np.ndarray
     cache: Cache | None
-    before: tuple[list[jax.Array], jax.Array, jax.Array]
+    before: tuple[list[jax.Array], jax.Array, jax.Array, dict[str, jax.Array]]
 
 
 class Drafts:
@@ -63,6 +65,7 @@ class Drafts:
         length = np.asarray(cache.length)
         if (length + count > cache.capacity).any():
             raise ValueError(f"{length} + {count} drafted tokens > capacity {cache.capacity}")
+        views.check_suffices(cache, count)
         columns = next(x for x in self._sizes if x >= size)
         tokens = np.pad(tokens, ((0, 0), (0, columns - size)))
         logits, cache, before = self._verify(params, tokens, count.astype(np.int32), cache)
@@ -83,14 +86,19 @@ class Drafts:
     # -- traced ----------------------------------------------------------------------------------
 
     def _traced_verify(self, params, tokens, count, cache):
-        before = [cache.leaf(x) for x in self._slots], cache.length, cache.grid_length
+        tables = cache.pages.tables if cache.pages is not None else {}
+        counts = {name: x.count for name, x in tables.items()}
+        before = [cache.leaf(x) for x in self._slots], cache.length, cache.grid_length, counts
         logits, cache = self._run(params, tokens, count, cache, "all")
         return logits, cache, before
 
     def _traced_accept(self, params, tokens, count, cache, before):
-        leaves, length, grid_length = before
+        leaves, length, grid_length, counts = before
         cache = cache.with_leaves(dict(zip(self._slots, leaves, strict=True)))
         cache = cache.replace(length=length, grid_length=grid_length)
+        if counts:
+            tables = {x: y._replace(count=counts[x]) for x, y in cache.pages.tables.items()}
+            cache = cache.replace(pages=cache.pages.replace(tables=tables))
         return self._run(params, tokens, count, cache, "none")[1]
 
     def _run(self, params, tokens, count, cache, logits: str):

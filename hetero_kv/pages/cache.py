@@ -89,7 +89,7 @@ def reserve(
     Returns the cache and u32 flags.
     """
     pages = cache.pages
-    flags = _flag_owner(pages, row, owner)
+    flags = flag_owner(pages, row, owner)
     flags |= jnp.where((tokens < 0) | (tokens > cache.capacity), jnp.uint32(table.BAD_RANGE), 0)
     tokens = jnp.clip(tokens, 0, cache.capacity)
 
@@ -99,8 +99,8 @@ def reserve(
         more = jnp.maximum(pages_for(pages.paging.page(name), tokens) - held, 0)
         return table.alloc(old, row, held, more, owner, enable)
 
-    tables, flags = _all_or_nothing(pages, run, flags)
-    return _owned(cache, tables, row, owner, flags), flags
+    tables, flags = all_or_nothing(pages, run, flags)
+    return owned(cache, tables, row, owner, flags), flags
 
 
 def release(
@@ -112,47 +112,55 @@ def release(
     owner is flagged NOT_HELD.
     """
     pages = cache.pages
-    own = pages.owner.at[_index(row, cache.batch)].get(mode="fill", fill_value=0)
+    own = pages.owner.at[index_of(row, cache.batch)].get(mode="fill", fill_value=0)
     flags = jnp.where(jnp.any(own != 0), jnp.uint32(0), jnp.uint32(table.NOT_HELD))
     freed: dict[str, jax.Array] = {}
 
     def run(name: str, old: PageTable, enable: bool | jax.Array):
         new, found, freed[name] = table.release(old, row, 0, enable)
-        ids = old.table.at[_index(row, cache.batch)].get(mode="fill", fill_value=old.size)
+        ids = old.table.at[index_of(row, cache.batch)].get(mode="fill", fill_value=old.size)
         none = ~jnp.any(old.valid(ids))  # a component may need no page at this length
         return new, jnp.where(none, found & ~jnp.uint32(table.NOT_HELD), found)
 
-    tables, flags = _all_or_nothing(pages, run, flags)
-    index = jnp.where(flags == 0, _index(row, cache.batch), cache.batch)
-    cache = _reset(spec, cache, index).replace(
+    tables, flags = all_or_nothing(pages, run, flags)
+    index = jnp.where(flags == 0, index_of(row, cache.batch), cache.batch)
+    cache = state.reset_row(spec, cache, index).replace(
         pages=pages.replace(
             tables=tables, owner=pages.owner.at[index].set(jnp.uint32(0), mode="drop")
         )
     )
-    return (_poison(spec, cache, freed) if poison else cache), flags
+    return (poisoned(spec, cache, freed) if poison else cache), flags
 
 
 def seal(
-    spec: CacheSpec, cache: Cache, row: jax.Array, keys: Keys | None = None
+    spec: CacheSpec,
+    cache: Cache,
+    row: jax.Array,
+    keys: Keys | None = None,
+    tokens: jax.Array | None = None,
 ) -> tuple[Cache, jax.Array]:
     """Completes the pages of a row that its length has filled, with checksums of their bytes.
 
     keys: new owners of pages, say the short keys of the prefixes they end; None: the request's.
+    tokens: only the pages that so many have filled; None: the row's length.
     """
     pages = cache.pages
-    index = _index(row, cache.batch)
+    index = index_of(row, cache.batch)
     own = pages.owner.at[index].get(mode="fill", fill_value=0)
     length = cache.length.at[index].get(mode="fill", fill_value=0)
+    length = length if tokens is None else jnp.minimum(length, tokens)
 
     def run(name: str, old: PageTable, enable: bool | jax.Array):
         page = pages.paging.page(name)
         ids = old.table.at[index].get(mode="fill", fill_value=old.size)
         filled = page.contract.count(length) // page.entries
-        sums = checksums(spec, cache, name, ids)
+        open_ = old.column("form", ids) == table.WRITING
+        first = jnp.where(jnp.any(open_), jnp.argmax(open_), filled)
+        sums = some_checksums(spec, cache, name, ids, first, filled)
         some = None if keys is None else keys[name]
         return table.seal(old, row, own, filled, page.entries, sums, some, enable)
 
-    tables, flags = _all_or_nothing(pages, run, jnp.uint32(0))
+    tables, flags = all_or_nothing(pages, run, jnp.uint32(0))
     return cache.replace(pages=pages.replace(tables=tables)), flags
 
 
@@ -173,26 +181,26 @@ def share_prefix(
     nothing until a checkpoint or a replay brings them. Returns the cache and u32 flags.
     """
     pages = cache.pages
-    have = cache.length.at[_index(source, cache.batch)].get(mode="fill", fill_value=0)
-    flags = _flag_owner(pages, row, owner)
+    have = cache.length.at[index_of(source, cache.batch)].get(mode="fill", fill_value=0)
+    flags = flag_owner(pages, row, owner)
     bad = (length < 0) | (length > tokens) | (length > have) | (tokens > cache.capacity)
     flags |= jnp.where(bad, jnp.uint32(table.BAD_RANGE), 0)
     flags |= jnp.where(source == row, jnp.uint32(table.BAD_ROW), 0)
-    held = pages.owner.at[_index(row, cache.batch)].get(mode="fill", fill_value=0)
+    held = pages.owner.at[index_of(row, cache.batch)].get(mode="fill", fill_value=0)
     flags |= jnp.where(jnp.any(held != 0), jnp.uint32(table.OCCUPIED), 0)
     length, tokens = (jnp.clip(x, 0, cache.capacity) for x in (length, tokens))
     copies: dict[str, tuple[jax.Array, jax.Array]] = {}
 
     def run(name: str, old: PageTable, enable: bool | jax.Array):
         page = pages.paging.page(name)
-        ids = old.table.at[_index(source, cache.batch)].get(mode="fill", fill_value=old.size)
+        ids = old.table.at[index_of(source, cache.batch)].get(mode="fill", fill_value=old.size)
         entries = page.contract.count(length)
         whole, rest = entries // page.entries, entries % page.entries
         new, found = table.share(old, row, 0, ids, whole, old.column("generation", ids), enable)
         # Of a dry run the table is the old one, whose columns are free all the same.
         more = jnp.maximum(pages_for(page, tokens) - whole, 0)
         new, others = table.alloc(new, row, whole, more, owner, enable)
-        mine = new.table.at[_index(row, cache.batch), whole].get(mode="fill", fill_value=old.size)
+        mine = new.table.at[index_of(row, cache.batch), whole].get(mode="fill", fill_value=old.size)
         theirs = ids.at[whole].get(mode="fill", fill_value=old.size)
         form = old.column("form", theirs)
         fine = (form == table.WRITING) | (form == table.COMPLETE)
@@ -202,10 +210,10 @@ def share_prefix(
         copies[name] = theirs, mine
         return new._replace(count=new.count.at[mine].set(rest, mode="drop")), found | others
 
-    tables, flags = _all_or_nothing(pages, run, flags)
+    tables, flags = all_or_nothing(pages, run, flags)
     done = flags == 0
-    index = jnp.where(done, _index(row, cache.batch), cache.batch)
-    cache = _reset(spec, cache, index)
+    index = jnp.where(done, index_of(row, cache.batch), cache.batch)
+    cache = state.reset_row(spec, cache, index)
     changed = {}
     for slot in spec.slots():
         contract = slot.leaf.contract
@@ -221,7 +229,7 @@ def share_prefix(
     cache = cache.with_leaves(changed).replace(
         length=cache.length.at[index].set(length, mode="drop")
     )
-    return _owned(cache, tables, row, owner, flags), flags
+    return owned(cache, tables, row, owner, flags), flags
 
 
 def ledgers(cache: Cache) -> dict[str, table.Ledger]:
@@ -243,7 +251,29 @@ def checksums(spec: CacheSpec, cache: Cache, component: str, ids: jax.Array) -> 
     return total
 
 
-def _poison(spec: CacheSpec, cache: Cache, freed: dict[str, jax.Array]) -> Cache:
+def some_checksums(
+    spec: CacheSpec,
+    cache: Cache,
+    component: str,
+    ids: jax.Array,
+    first: int | jax.Array,
+    stop: jax.Array,
+) -> jax.Array:
+    """u32[n]: `checksums` of the pages in columns `first .. stop - 1` of i32[n] `ids`, else 0.
+
+    Reads only these pages; how many they are is not compiled in.
+    """
+    stop = jnp.clip(stop, 0, ids.size)
+
+    def body(i: jax.Array, sums: jax.Array) -> jax.Array:
+        one = jax.lax.dynamic_slice_in_dim(ids, i, 1)
+        return sums.at[i].set(checksums(spec, cache, component, one)[0])
+
+    return jax.lax.fori_loop(first, stop, body, jnp.zeros(ids.shape, jnp.uint32))
+
+
+def poisoned(spec: CacheSpec, cache: Cache, freed: dict[str, jax.Array]) -> Cache:
+    """Rows of pages bool[P] that have become free are NaN (rule 6)."""
     changed = {}
     for name, slots in history_slots(spec).items():
         for slot in slots:
@@ -254,15 +284,15 @@ def _poison(spec: CacheSpec, cache: Cache, freed: dict[str, jax.Array]) -> Cache
     return cache.with_leaves(changed)
 
 
-# -- inside ----------------------------------------------------------------------------------------
+# -- for other operations of rows ------------------------------------------------------------------
 
 
-def _index(row: jax.Array, batch: int) -> jax.Array:
+def index_of(row: jax.Array, batch: int) -> jax.Array:
     """The row, or one past the last: a negative index would wrap around."""
     return jnp.where((row >= 0) & (row < batch), row, batch)
 
 
-def _flag_owner(pages: Pages, row: jax.Array, owner: jax.Array) -> jax.Array:
+def flag_owner(pages: Pages, row: jax.Array, owner: jax.Array) -> jax.Array:
     """The null owner, another than the row has, or one that another row has."""
     rows = pages.owner.shape[0]
     same = jnp.all(pages.owner == owner, axis=-1)
@@ -272,21 +302,16 @@ def _flag_owner(pages: Pages, row: jax.Array, owner: jax.Array) -> jax.Array:
     return jnp.where(bad, jnp.uint32(table.BAD_OWNER), jnp.uint32(0))
 
 
-def _all_or_nothing(pages: Pages, run, flags: jax.Array) -> tuple[dict[str, PageTable], jax.Array]:
+def all_or_nothing(pages: Pages, run, flags: jax.Array) -> tuple[dict[str, PageTable], jax.Array]:
     """Runs `run(component, table, enable) -> (table, flags)` for all components, or for none."""
     for name, old in pages.tables.items():
         flags = flags | run(name, old, False)[1]
     return {name: run(name, old, flags == 0)[0] for name, old in pages.tables.items()}, flags
 
 
-def _owned(
+def owned(
     cache: Cache, tables: dict[str, PageTable], row: jax.Array, owner: jax.Array, flags: jax.Array
 ) -> Cache:
-    index = jnp.where(flags == 0, _index(row, cache.batch), cache.batch)
+    index = jnp.where(flags == 0, index_of(row, cache.batch), cache.batch)
     owners = cache.pages.owner.at[index].set(owner, mode="drop")
     return cache.replace(pages=cache.pages.replace(tables=tables, owner=owners))
-
-
-def _reset(spec: CacheSpec, cache: Cache, index: jax.Array) -> Cache:
-    """`state.reset_row`, for an index that may be out of range: then nothing changes."""
-    return state.reset_row(spec, cache, index)

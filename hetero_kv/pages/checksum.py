@@ -5,6 +5,8 @@ added up: a single changed word always changes the sum, two exchanged ones almos
 accidents, not forgeries.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -19,7 +21,7 @@ def words(rows: jax.Array) -> jax.Array:
     if rows.dtype == jnp.bool_:
         rows = rows.astype(jnp.uint8)
     bits = jax.lax.bitcast_convert_type(rows, jnp.dtype(f"uint{8 * size}"))
-    return bits.astype(jnp.uint32).reshape(rows.shape[0], -1)
+    return bits.astype(jnp.uint32).reshape(rows.shape[0], math.prod(rows.shape[1:]))
 
 
 def add(total: jax.Array, rows: jax.Array, salt: int | jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 ABSENT = 0  # free
 WRITING = 1  # its owner may append entries
 COMPLETE = 2  # sealed: never written again, may be shared
-LOADING = 3  # reserved for a copy from another tier that has not ended
+LOADING = 3  # a copy into it has not ended: only that copy may write, and nothing may read
 CORRUPT = 4  # its bytes turned out wrong: neither read nor shared, freed with its last reference
 
 # Flags of an operation, one bit each.
@@ -97,24 +97,26 @@ def alloc(
     count: jax.Array,
     owner: jax.Array,
     enable: bool | jax.Array = True,
+    load: int | jax.Array = 0,
 ) -> tuple[PageTable, jax.Array]:
     """Gives a row `count` free pages, the lowest ids first, from column `first` on.
 
-    They are in form WRITING, owned by u32[2] `owner`. Returns the table and u32 flags; with
-    enable = False nothing changes and the flags say what would have happened.
+    They are in form WRITING, or LOADING in columns before `load`, and owned by u32[2] `owner`.
+    Returns the table and u32 flags; with enable = False nothing changes and the flags say what
+    would have happened.
     """
     columns = jnp.arange(pages.table.shape[1], dtype=jnp.int32)
     wanted = (columns >= first) & (columns < first + count)
     flags = _row_flags(pages, row) | _range_flags(pages, first, count)
     flags |= _flag(jnp.any(wanted & pages.valid(_row(pages, row))), OCCUPIED)
-    free = pages.form == ABSENT
+    free = (pages.form == ABSENT) & (pages.shares == 0)
     flags |= _flag(count > jnp.sum(free, dtype=jnp.int32), NO_ROOM)
     flags |= _flag(~jnp.any(owner != 0), BAD_OWNER)
     (ids,) = jnp.nonzero(free, size=columns.size, fill_value=pages.size)
     ids = jnp.roll(ids.astype(jnp.int32), first)  # the first free one into column `first`
     ids = jnp.where(wanted & (flags == 0) & enable, ids, pages.size)
     return pages._replace(
-        form=_set(pages.form, ids, WRITING),
+        form=_set(pages.form, ids, jnp.where(columns < load, LOADING, WRITING)),
         owner=_set(pages.owner, ids, owner),
         count=_set(pages.count, ids, 0),
         shares=_set(pages.shares, ids, 1),
@@ -200,6 +202,45 @@ def release(
     return pages, flags, freed
 
 
+def revoke(
+    pages: PageTable, row: jax.Array, ids: jax.Array, left: jax.Array
+) -> tuple[PageTable, jax.Array]:
+    """Takes pages i32[n] `ids` from a row by the books of whoever gave them, and its columns.
+
+    What the block table says is not asked: where it is damaged, `release` would give up pages of
+    somebody else. left: i32[n], references of other rows to each page by the same books; without
+    any, and without a pin, a page becomes free as in `release`. Returns the table, and which pages
+    bool[P] became free.
+    """
+    ids = pages.safe(ids)
+    held = jnp.zeros(pages.size, bool).at[ids].set(True, mode="drop")
+    shares = pages.shares.at[ids].set(left, mode="drop") + jnp.where(held, pages.pins, 0)
+    pages = pages._replace(table=_place(pages, row, pages.size, jnp.ones(ids.shape, bool)))
+    return _free(pages._replace(shares=shares), held & (shares == 0))
+
+
+def end_load(
+    pages: PageTable, row: jax.Array, owner: jax.Array, ok: jax.Array | bool = True
+) -> PageTable:
+    """The copy into a row's LOADING pages has ended, or (ok = False) failed: CORRUPT.
+
+    What has arrived may be sealed, and what is not full yet is WRITING like any other page. Only
+    pages of u32[2] `owner` change.
+    """
+    ids = _row(pages, row)
+    mine = (pages.column("form", ids) == LOADING) & jnp.any(owner != 0)
+    mine &= jnp.all(pages.column("owner", ids) == owner, axis=-1)
+    ids = jnp.where(mine, ids, pages.size)
+    return pages._replace(form=_set(pages.form, ids, jnp.where(ok, WRITING, CORRUPT)))
+
+
+def condemn(pages: PageTable, ids: jax.Array, wrong: jax.Array) -> PageTable:
+    """Sealed pages i32[k] `ids` are CORRUPT where bool[k] `wrong`: whoever reads one is refused."""
+    wrong &= pages.column("form", ids) == COMPLETE
+    ids = jnp.where(wrong, pages.safe(ids), pages.size)
+    return pages._replace(form=_set(pages.form, ids, CORRUPT))
+
+
 def seal(
     pages: PageTable,
     row: jax.Array,
@@ -270,28 +311,34 @@ def ledger(pages: PageTable) -> Ledger:
     )
 
 
-def writable(pages: PageTable, owners: jax.Array) -> jax.Array:
+def writable(pages: PageTable, owners: jax.Array, loads: bool = False) -> jax.Array:
     """i32[R, n]: the pages that each row, owned by u32[R, 2], may append to; P elsewhere.
 
-    A page in form WRITING that the row owns and nobody shares.
+    A page in form WRITING that the row owns and nobody shares. loads: for a copy from elsewhere,
+    which may also write to LOADING ones.
     """
     ids = pages.table
     own = jnp.all(pages.column("owner", ids) == owners[:, None], axis=-1)
     own &= jnp.any(owners != 0, axis=-1)[:, None]
-    may = own & (pages.column("form", ids) == WRITING) & (pages.column("shares", ids) == 1)
+    form = pages.column("form", ids)
+    open_ = (form == WRITING) | (form == LOADING) if loads else form == WRITING
+    may = own & open_ & (pages.column("shares", ids) == 1)
     return jnp.where(may, ids, pages.size)  # without a page the form is 0, which is not WRITING
 
 
 def _drop(pages: PageTable, times: jax.Array) -> tuple[PageTable, jax.Array]:
     """i32[P] `times` fewer references to each page."""
     shares = pages.shares - times
-    freed = (times > 0) & (shares == 0)
+    return _free(pages._replace(shares=shares), (times > 0) & (shares == 0))
+
+
+def _free(pages: PageTable, freed: jax.Array) -> tuple[PageTable, jax.Array]:
+    """Pages bool[P] belong to nobody from now on."""
     return pages._replace(
         form=jnp.where(freed, ABSENT, pages.form),
         generation=pages.generation + freed.astype(jnp.int32),
         owner=jnp.where(freed[:, None], jnp.uint32(0), pages.owner),
         count=jnp.where(freed, 0, pages.count),
-        shares=shares,
         checksum=jnp.where(freed, jnp.uint32(0), pages.checksum),
     ), freed
 

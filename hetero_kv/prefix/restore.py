@@ -47,14 +47,17 @@ class Fetcher:
         self._planner = planner
         self._epoch = epoch
 
-    def fetch(self, lease: Lease, capacity: int) -> tuple[list[Delivered], Delivered | None]:
+    def fetch(
+        self, lease: Lease, capacity: int, held: int = 0
+    ) -> tuple[list[Delivered], Delivered | None]:
         """Copies of what the lease promises: its history groups, and its checkpoint.
 
-        The lease's plan is shortened to what could be delivered, and to `capacity` tokens.
+        The lease's plan is shortened to what could be delivered, and to `capacity` tokens. The
+        first `held` history groups are left out.
         """
         if self._is_old(lease):
             return [], None
-        found = self._fetch(lease, capacity)
+        found = self._fetch(lease, capacity, held)
         # Once more after the copies: the weights may have changed meanwhile.
         return ([], None) if self._is_old(lease) else found
 
@@ -64,13 +67,15 @@ class Fetcher:
         self._replan(lease, 0, ("", "epoch"))
         return True
 
-    def _fetch(self, lease: Lease, capacity: int) -> tuple[list[Delivered], Delivered | None]:
+    def _fetch(
+        self, lease: Lease, capacity: int, held: int
+    ) -> tuple[list[Delivered], Delivered | None]:
         if lease.resumable_length > capacity:
             self._replan(lease, capacity)
         for last_try in (False, True):
-            got, failed = self._read(lease)
+            blocks = max(0, len(lease.history) - held)
+            got, failed = self._read(lease, lease.groups()[len(lease.history) - blocks :])
             if failed is None:
-                blocks = len(lease.history)
                 return got[:blocks], (got[blocks] if lease.checkpoint else None)
             # One shorter plan, then a cold start: a store that keeps failing must not keep a
             # request busy.
@@ -117,10 +122,11 @@ class Fetcher:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _read(self, lease: Lease) -> tuple[list[Delivered], tuple[str, str] | None]:
-        """Copies of all groups, or (component, code) of the first that could not be delivered."""
+    def _read(
+        self, lease: Lease, groups: list[Group]
+    ) -> tuple[list[Delivered], tuple[str, str] | None]:
+        """Copies of these groups, or (component, code) of the first that was not delivered."""
         got: list[Delivered] = []
-        groups = lease.groups()
         try:
             failed = self._read_into(got, groups, lease.resumable_length)
         finally:

@@ -184,7 +184,7 @@ class PrefixStore(Upkeep):
         )
         return self.catalog.flights.wait(lease, timeout, renew)
 
-    def restore(self, lease: Lease, cache: Cache, row: int = 0) -> Cache:
+    def restore(self, lease: Lease, cache: Cache, row: int = 0, held: int = 0) -> Cache:
         """The cache with row `row` standing at the length really restored; copies everything.
 
         The cache given is donated: use the returned one. What was fetched defines the length: if
@@ -194,14 +194,19 @@ class PrefixStore(Upkeep):
         If `lease.replay` is not None, windows and tails are empty and their evidence is reset:
         run `model.replay(params, tokens, cache, *lease.replay)` before anything else. If
         `lease.approximate`, what follows is not what a cold run computes, and is never published.
+
+        held: leading blocks whose History the row has in sealed pages already, by the same keys;
+        they are not fetched. Windows and tails always are.
         """
         self._check_open()
         self._check_row(cache, row)
         self.transfer.check(cache)
+        if held and cache.pages is None:
+            raise ValueError(f"{held=} blocks are in pages: a contiguous cache has none")
         if lease.released:
             raise ValueError("the lease is released: restore inside its with block")
         started = self._observer.clock()
-        history, checkpoint = self._fetcher.fetch(lease, cache.capacity)
+        history, checkpoint = self._fetcher.fetch(lease, cache.capacity, held)
         length = lease.resumable_length
         cache = self.transfer.write(
             cache,
@@ -209,7 +214,7 @@ class PrefixStore(Upkeep):
             np.int32(length),
             # Until the replay has run there is nothing to be published, evidence or not.
             np.int32(0 if lease.replay else length),
-            self.transfer.stage_history([x.payload for x in history], cache.capacity),
+            self.transfer.stage_history([x.payload for x in history], cache.capacity, held=held),
             self.transfer.stage_checkpoint(checkpoint and checkpoint.payload),
         )
         if lease.approximate:

@@ -14,8 +14,8 @@ import numpy as np
 
 from hetero_kv import state, validate
 from hetero_kv.contract import CacheSpec, Evidence, History
+from hetero_kv.pages import entries
 from hetero_kv.pages.validate import check as check_pages
-from hetero_kv.prefix import transfer_pages
 from hetero_kv.prefix.index import CHECKPOINT
 from hetero_kv.prefix.payload import (
     ArrayPayload,
@@ -125,15 +125,21 @@ class Transfer:
     # -- host to device ------------------------------------------------------------------------
 
     def stage_history(
-        self, payloads: list[ArrayPayload], capacity: int, keep: frozenset[str] | None = None
+        self,
+        payloads: list[ArrayPayload],
+        capacity: int,
+        keep: frozenset[str] | None = None,
+        *,
+        held: int = 0,
     ) -> Arrays:
         """Leading entries of every History leaf ([repeats, rows, *width]), padded to a bucket.
 
-        keep: components to stage; None: all.
+        keep: components to stage; None: all. held: blocks before those of the payloads; their
+        entries are 0 here, and must go nowhere.
         """
         if not payloads:
             return {}
-        count = bucket(len(payloads), self.spec.blocks_in(capacity))
+        count = bucket(held + len(payloads), self.spec.blocks_in(capacity))
         staged = {}
         for slot in self.history:
             if keep is None or slot.leaf.component in keep:
@@ -191,7 +197,7 @@ class Transfer:
         for i, slot in enumerate(self.history):
             leaf = cache.leaf(slot)
             if cache.pages is not None:
-                found[slot.path] = transfer_pages.read(cache, slot, row, starts[i], sizes[i])
+                found[slot.path] = entries.read(cache, slot, row, starts[i], sizes[i])
                 continue
             begin = (0, row, starts[i], *[0] * len(slot.leaf.width))
             shape = (slot.repeats, 1, sizes[i], *slot.leaf.width)
@@ -223,7 +229,7 @@ class Transfer:
         cache = state.reset_row(self.spec, cache, row)
         takes = None
         if cache.pages is not None:
-            takes = transfer_pages.takes(cache, row, length)
+            takes = entries.takes(cache, row, length)
             length, grid_length = (jnp.where(takes, x, 0) for x in (length, grid_length))
         cache = self._traced_overwrite(cache, row, length, history)
         changed = {}
@@ -261,9 +267,7 @@ class Transfer:
                 if cache.pages is None:
                     changed[slot] = _write_entries(leaf, row, history[slot.path], count)
                 else:
-                    changed[slot] = transfer_pages.write(
-                        cache, slot, row, history[slot.path], count
-                    )
+                    changed[slot] = entries.write(cache, slot, row, history[slot.path], count)
             elif isinstance(contract, Evidence):
                 if contract.kind == "count":
                     count = validate.owner(self.spec, slot).leaf.contract.count(length)
@@ -272,7 +276,7 @@ class Transfer:
                 if cache.pages is not None and isinstance(contract, History):
                     raise ValueError("pages are never cleared: use a contiguous cache")
                 changed[slot] = leaf.at[:, row].set(0)
-        cache = cache if cache.pages is None else transfer_pages.counted(cache, row, length)
+        cache = cache if cache.pages is None else entries.counted(cache, row, length)
         return cache.with_leaves(changed).replace(
             length=cache.length.at[row].set(length),
             grid_length=cache.grid_length.at[row].set(length),
@@ -290,13 +294,13 @@ def _canonical(spec: CacheSpec, section: Section, value: jax.Array, length: jax.
 
 
 def _write_entries(
-    leaf: jax.Array, row: jax.Array, entries: jax.Array, count: jax.Array
+    leaf: jax.Array, row: jax.Array, values: jax.Array, count: jax.Array
 ) -> jax.Array:
-    """Writes the first `count` of entries [repeats, n, *width]; the padding keeps old rows."""
+    """Writes the first `count` of values [repeats, n, *width]; the padding keeps old rows."""
     tail = [0] * (leaf.ndim - 3)
-    shape = (leaf.shape[0], 1, entries.shape[1], *leaf.shape[3:])
+    shape = (leaf.shape[0], 1, values.shape[1], *leaf.shape[3:])
     old = jax.lax.dynamic_slice(leaf, (0, row, 0, *tail), shape)
-    keep = jnp.arange(entries.shape[1]) < count
+    keep = jnp.arange(values.shape[1]) < count
     keep = keep.reshape(1, 1, -1, *[1] * len(tail))
-    new = jnp.where(keep, entries[:, None], old)
+    new = jnp.where(keep, values[:, None], old)
     return jax.lax.dynamic_update_slice(leaf, new, (0, row, 0, *tail))

@@ -15,8 +15,9 @@ LAYERS = (
     ("state",),
     ("attention", "pages", "validate", "snapshot", "bundle_files"),
     ("prefix", "accounting", "requests", "guard", "options"),
-    ("sampling",),
+    ("sampling", "differences"),
     ("rows",),
+    ("slot_pages",),
     ("engine", "engine_metrics", "scheduler", "audit", "bundle", "faults", "reusing", "endings"),
     ("__init__",),
 )

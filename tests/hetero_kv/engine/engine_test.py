@@ -1,5 +1,7 @@
 """What a request gets depends on it alone: not on mates, slot, arrival, reuse or preemption."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -19,11 +21,12 @@ def serve(made, numbers) -> dict[int, object]:
     return {x: made.result(handle) for handle, x in handles.items()}
 
 
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 @pytest.mark.parametrize("reuse", ["off", "validated", "shadow"])
 @pytest.mark.parametrize("order", [list(SOME), list(SOME)[::-1]], ids=["forth", "back"])
-def test_batch_mates_and_slots_do_not_matter(reuse: str, order: list[int]) -> None:
+def test_batch_mates_and_slots_do_not_matter(reuse: str, order: list[int], paged: bool) -> None:
     store = None if reuse == "off" else world.store()
-    made = world.engine(reuse, store=store, audit_share=1.0)
+    made = world.engine(reuse, store=store, audit_share=1.0, paged=paged)
     for _ in range(2):  # cold, then warm
         for number, result in serve(made, order).items():
             world.same_answer(result, number)
@@ -35,9 +38,10 @@ def test_batch_mates_and_slots_do_not_matter(reuse: str, order: list[int]) -> No
     assert (reused > 0) == (reuse == "validated")
 
 
-def test_a_model_of_every_mechanism() -> None:
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_a_model_of_every_mechanism(paged: bool) -> None:
     store = world.store("v4")
-    made = world.engine("validated", "v4", store=store, audit_share=1.0)
+    made = world.engine("validated", "v4", store=store, audit_share=1.0, paged=paged)
     for _ in range(2):
         for number, result in serve(made, SOME).items():
             world.same_answer(result, number, "v4")
@@ -49,8 +53,10 @@ def test_a_model_of_every_mechanism() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("slots", [1, 2, 5])
-def test_other_models_and_numbers_of_slots(name: str, slots: int) -> None:
-    made = world.engine("validated", name, slots, world.store(name), audit_share=1.0)
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_other_models_and_numbers_of_slots(name: str, slots: int, paged: bool) -> None:
+    store = world.store(name)
+    made = world.engine("validated", name, slots, store, audit_share=1.0, paged=paged)
     for _ in range(2):
         for number, result in serve(made, SOME).items():
             world.same_answer(result, number, name, slots)
@@ -80,14 +86,16 @@ def test_greedy_answers_are_the_models() -> None:
     assert result.tokens.tolist() == [int(first[0]), *np.asarray(more)[0].tolist()]
 
 
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 @pytest.mark.parametrize("save", [True, False], ids=["saved", "not saved"])
 @pytest.mark.parametrize("reuse", ["off", "validated"])
-def test_preemption_at_every_step(save: bool, reuse: str) -> None:
+def test_preemption_at_every_step(save: bool, reuse: str, paged: bool) -> None:
     """Also while the prompt runs, and while tokens are being decoded again."""
     long = Request(world.request(1).tokens, 30, sampling=Sampling(1.0, seed=3))
     (want,), again = world.engine().generate([long]), 0
     for every in (1, 2, 3):
-        made = world.engine(reuse, store=None if reuse == "off" else world.store())
+        store = None if reuse == "off" else world.store()
+        made = world.engine(reuse, store=store, paged=paged)
         handle, mate = made.submit(long), made.submit(world.request(2))
         for i in range(60):
             made.step()
@@ -168,9 +176,10 @@ def test_short_prompts_do_not_wait_for_long_answers() -> None:
     assert sum(x.kind == TOKEN and x.handle == long for x in events) == 1
 
 
-def test_exact_replay_and_its_ledger() -> None:
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_exact_replay_and_its_ledger(paged: bool) -> None:
     store = world.store(policy="zero")
-    made = world.engine("validated", store=store, audit_share=1.0)
+    made = world.engine("validated", store=store, audit_share=1.0, paged=paged)
     numbers = (1, 3, 5, 7)
     for _ in range(2):
         results = serve(made, numbers)
@@ -183,9 +192,10 @@ def test_exact_replay_and_its_ledger() -> None:
     world.settled(made)
 
 
-def test_approximate_replay_says_so_and_is_not_audited() -> None:
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_approximate_replay_says_so_and_is_not_audited(paged: bool) -> None:
     store = world.store(policy="bounded:8")
-    made = world.engine("validated", store=store, audit_share=1.0)
+    made = world.engine("validated", store=store, audit_share=1.0, paged=paged)
     for _ in range(2):
         results = serve(made, (1, 3, 5, 7))
     assert all(x.status == FINISHED for x in results.values())
@@ -220,6 +230,7 @@ def test_wide_models_too() -> None:
     """d = 512, where calls off the chunk grid differ in their last bits."""
     import models
     from hetero_kv import Engine, PrefixStore
+    from hetero_kv.pages.layout import Paging
     from hetero_kv.prefix.identity import Identity
     from tests.models import tiny
 
@@ -228,7 +239,9 @@ def test_wide_models_too() -> None:
     params = tiny.random_params(made, seed=5)
     identity = Identity.of(made.cache_spec, params, made.config, batch=1)
 
-    def run(reuse: str, numbers: list[int]) -> dict:
+    paging = Paging.of(made.cache_spec, 3, 64)
+
+    def run(reuse: str, numbers: list[int], paging: Paging | None = None) -> dict:
         store = None
         if reuse != "off":
             store = PrefixStore(made.cache_spec, identity, host_bytes=1 << 28)
@@ -239,13 +252,16 @@ def test_wide_models_too() -> None:
             slots=3,
             capacity=64,
             reuse=reuse,
-            options=world.OPTIONS,
+            options=dataclasses.replace(world.OPTIONS, paging=paging),
         )
         for _ in range(2):
             found = serve(engine, numbers)
         return found
 
     want, got = run("off", [1]) | run("off", [2, 3, 5]), run("validated", [5, 3, 2, 1])
-    assert sum(x.reused_length for x in got.values()) > 0
-    for number, result in got.items():
-        assert result.logits.tobytes() == want[number].logits.tobytes()
+    pages = run("validated", [5, 3, 2, 1], paging)
+    assert any(any(x.shared_pages.values()) for x in pages.values())
+    for some in (got, pages):
+        assert sum(x.reused_length for x in some.values()) > 0
+        for number, result in some.items():
+            assert result.logits.tobytes() == want[number].logits.tobytes()

@@ -1,5 +1,6 @@
 """One compile per function and bucket, whatever happens; the guard notices when one leaks."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -41,16 +42,51 @@ def test_numpy_and_device_arrays_are_one_bucket() -> None:
     assert not guard.leaks
 
 
-def test_all_that_can_happen_compiles_each_function_once() -> None:
-    """Every mode, length, preemption and fault of the random schedules, counted anew."""
-    rows = world.engine().rows
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_all_that_can_happen_compiles_each_function_once(paged: bool) -> None:
+    """Every mode, form, length, preemption and fault of the random schedules, counted anew."""
+    rows = world.engine(paged=paged).rows
     before = dict(rows.guard.counts)
-    for seed in range(500, 512):
-        Schedule(seed).run()
+    for seed in range(500, 506):
+        Schedule(seed, paged).run()
     assert not rows.guard.leaks
     names = {name for name, _ in rows.guard.counts}
-    assert {"reset", "prefill", "decode", "pick", "take", "put", "wipe"} <= names
+    some = {"admit", "settle", "revoke"} if paged else {"reset", "wipe"}
+    assert {"prefill", "decode", "pick", "take", "put"} | some <= names
     assert set(before) <= set(rows.guard.counts)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_the_decode_step_is_one_program_for_every_mix(paged: bool) -> None:
+    """Its text, lowered with what the cache and the rows hold at the moment."""
+    made = world.engine(paged=paged, validate=True)
+    mixes = [made._ask()]
+
+    def text(ask=None) -> str:
+        lowered = jax.jit(made.rows._traced_decode).lower(
+            made.params, made.cache, ask or made._ask(), np.int32(len(mixes) % 4)
+        )
+        return lowered.as_text()
+
+    texts = [text()]
+    handles = [made.submit(world.request(x)) for x in (1, 4, 3)]
+    for i in range(7):
+        made.step()
+        if i == 3:
+            made.cancel(handles[1])
+        if i == 5:
+            for entry in made.scheduler.active():
+                world.damage(made, entry.slot, "windows", evidence=True)
+                if paged:
+                    world.damage_page(made, entry.slot, "csa entries", "form")
+        mixes.append(made._ask())
+        if i in (3, 5, 6):
+            texts.append(text())
+    asked = {tuple(x.budget.tolist() + x.length.tolist()) for x in mixes}
+    assert len(asked) > 3
+    assert len(set(texts)) == 1
+    short = made._ask()
+    assert text(short._replace(forced=short.forced[:, :3])) != texts[0]  # what a leak would do
 
 
 def test_an_engine_that_leaks_a_shape_stops_in_strict_mode(monkeypatch) -> None:

@@ -13,6 +13,8 @@ import numpy as np
 
 import models
 from hetero_kv import Engine, Options, PrefixStore, Request, Result, Sampling
+from hetero_kv.pages import table
+from hetero_kv.pages.layout import Paging
 from hetero_kv.params import Params
 from hetero_kv.prefix.baseline import HashOnlyStore
 from hetero_kv.prefix.identity import Identity
@@ -47,7 +49,18 @@ def model(name: str = "small") -> tuple[Decoder, Params]:
 
 
 @functools.cache
-def rows(name: str, slots: int, check: bool, poison: bool) -> Rows:
+def paging(name: str = "small", slots: int = SLOTS, share: float = 0.7) -> Paging:
+    """Pages of two sizes, too few (but for one row) by `share` of what all rows could need."""
+    spec = model(name)[0].cache_spec
+    names = [x.component for x in Paging.of(spec, slots, CAPACITY).pages]
+    span = {x: spec.block * (1 + i % 2) for i, x in enumerate(names)}
+    need = Paging.of(spec, slots, CAPACITY, span)
+    count = {x.component: max(int(x.count * share), x.count // slots) for x in need.pages}
+    return Paging.of(spec, slots, CAPACITY, span, count)
+
+
+@functools.cache
+def rows(name: str, slots: int, check: bool, poison: bool, paging: Paging | None = None) -> Rows:
     """Compiled functions, for OPTIONS."""
     return Rows(
         model(name)[0],
@@ -58,6 +71,7 @@ def rows(name: str, slots: int, check: bool, poison: bool) -> Rows:
         poison=poison,
         check=check,
         strict=True,
+        paging=paging,
     )
 
 
@@ -85,10 +99,14 @@ def engine(
     name: str = "small",
     slots: int = SLOTS,
     store: PrefixStore | None = None,
+    paged: bool = False,
     **options,
 ) -> Engine:
     """An engine; `options` as in Options."""
     made, params = model(name)
+    check = reuse != "hash_only" and options.get("validate", True)
+    if paged:
+        options = {"paging": paging(name, slots)} | options
     options = dataclasses.replace(OPTIONS, **options)
     return Engine(
         made,
@@ -98,7 +116,7 @@ def engine(
         capacity=CAPACITY,
         reuse=reuse,
         options=options,
-        rows=rows(name, slots, reuse != "hash_only", options.debug_poison),
+        rows=rows(name, slots, check, options.debug_poison, options.paging),
     )
 
 
@@ -163,6 +181,9 @@ def settled(made: Engine) -> None:
     if made.options.debug_poison:
         for leaf in jax.tree.leaves(made.cache.layers):
             assert not jnp.issubdtype(leaf.dtype, jnp.floating) or bool(jnp.isnan(leaf).all())
+    if made.pages.paged:
+        for page in made.cache.pages.paging.pages:
+            assert not np.asarray(made.cache.pages.tables[page.component].form).any()
 
 
 def count(made: Engine, name: str, **labels: str) -> int:
@@ -191,6 +212,46 @@ def damage(made: Engine, row: int, component: str, evidence: bool = False) -> bo
         cache, done = cache.with_leaves({slot: jnp.array(value)}), True
     made.cache = cache
     return done
+
+
+def damage_page(made: Engine, slot: int, component: str, field: str, column: int = 0) -> bool:
+    """Changes what the page table says of one page of a row; False: it has none there.
+
+    field: "generation", "owner", "count", "form", "table" (another row's page, or none), an id that
+    is no page ("sentinel", "negative", "far"), or "bytes".
+    """
+    pages = made.cache.pages.tables[component]
+    i = int(pages.table[slot, column])
+    if i == pages.size:
+        return False
+    if field == "bytes":
+        cache = made.cache
+        for leaf in rows_spec(made).slots():
+            if leaf.leaf.component == component and leaf.leaf.dtype != "int32":
+                pool = np.array(cache.leaf(leaf))
+                pool[:, i, 0] += 1
+                cache = cache.with_leaves({leaf: jnp.array(pool)})
+        made.cache = cache
+        return True
+    others = np.delete(np.asarray(pages.table), slot, axis=0)
+    others = others[(others != pages.size) & (others != i)]
+
+    def to(page: int) -> dict:
+        return dict(table=pages.table.at[slot, column].set(page))
+
+    changes = {
+        "generation": lambda: dict(generation=pages.generation.at[i].add(1)),
+        "owner": lambda: dict(owner=pages.owner.at[i].add(1)),
+        "count": lambda: dict(count=pages.count.at[i].add(-1)),
+        "form": lambda: dict(form=pages.form.at[i].set(table.CORRUPT)),
+        "table": lambda: to(int(others[0]) if len(others) else pages.size),
+        "sentinel": lambda: to(pages.size),
+        "negative": lambda: to(-1),
+        "far": lambda: to(2**31 - 1),
+    }[field]()
+    tables = made.cache.pages.tables | {component: pages._replace(**changes)}
+    made.cache = made.cache.replace(pages=made.cache.pages.replace(tables=tables))
+    return True
 
 
 def rows_spec(made: Engine):

@@ -1,0 +1,47 @@
+"""The cost of safety on a tiny model: every arm runs the steps it says, and all is written."""
+
+import json
+import pathlib
+
+import pytest
+
+import models
+from experiments import safety_cost
+from experiments.safety_config import PARTS, SafetyConfig
+
+
+def config(workdir: pathlib.Path, **fields) -> SafetyConfig:
+    model = models.DecoderConfig(
+        layer_types=("csa",), mlp_types=("dense",), window=8, vocab_size=64, chunk=16, block=16
+    )
+    sizes = dict(rows=2, capacity=64, spans=(0,), length=20, steps=2, burst=2, repeats=2)
+    sizes |= dict(prefix=32, suffix=5, seconds=60.0, workdir=str(workdir), model=model)
+    return SafetyConfig(**(sizes | fields))
+
+
+def test_all_parts_are_measured_and_written(tmp_path: pathlib.Path) -> None:
+    results = safety_cost.run(config(tmp_path))
+    assert set(results["parts"]) == set(PARTS)
+    claims = [x for part in results["parts"].values() for x in part["claims"]]
+    assert len(claims) == 3 + 2 + 1
+    assert all(x["turns"] == 2 and x["ratio"] > 0 for x in claims)
+    facts = results["parts"]["first_token"]["facts"]
+    assert (facts["resumed"], facts["computed"]) == (32, 5) and facts["restored_bytes"] > 0
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert set(written["parts"]) == set(PARTS)
+    report = (tmp_path / "report.md").read_text()
+    assert "2 rows x 4 pages" in report and (tmp_path / "safety_cost.png").stat().st_size > 1_000
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        (dict(parts=("steps",)), "parts="),
+        (dict(steps=3), "whole bursts"),
+        (dict(prefix=60), "do not fit"),
+        (dict(workdir=""), "workdir is empty"),
+    ],
+)
+def test_a_config_that_makes_no_sense_is_refused(tmp_path, fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(**({"workdir": tmp_path} | fields)).check()
