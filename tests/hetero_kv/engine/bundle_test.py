@@ -35,9 +35,11 @@ def only(directory: pathlib.Path) -> bundle_files.Bundle:
     return bundle_files.load(path)
 
 
-@pytest.mark.parametrize("reuse", ["validated", "shadow"])
-def test_a_failed_audit_leaves_a_bundle(reuse: str, tmp_path: pathlib.Path) -> None:
-    made, result = serve(tmp_path / "new", reuse=reuse, weights_source="somewhere")
+@pytest.mark.parametrize(
+    "reuse, paged", [("validated", False), ("shadow", False), ("validated", True)]
+)
+def test_a_failed_audit_leaves_a_bundle(reuse: str, paged: bool, tmp_path: pathlib.Path) -> None:
+    made, result = serve(tmp_path / "new", reuse=reuse, paged=paged, weights_source="somewhere")
     about, found = only(tmp_path / "new").about, made.breaker.failed[0]
     request = world.request(NUMBER)
     assert about["request"]["tokens"] == request.tokens.tolist()
