@@ -1,0 +1,61 @@
+"""Runs kernels under strict interpreters, and lowers them for accelerators, on a CPU host."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_interpreter
+from jax.experimental.pallas import tpu as pltpu
+
+from hetero_kv.kernels import interpret
+
+CUSTOM_CALL = {"tpu": "tpu_custom_call", "cuda": "mosaic_gpu"}
+
+
+@contextlib.contextmanager
+def _fresh() -> Iterator[None]:
+    """An interpreter without state of earlier runs; also after an exception."""
+    pltpu.reset_tpu_interpret_mode_state()
+    try:
+        yield
+    finally:
+        pltpu.reset_tpu_interpret_mode_state()
+
+
+def tpu(run: Callable, *args: Any) -> Any:
+    """`run(*args)` as numpy arrays; run calls TPU kernels with `interpret=interpret.tpu()`.
+
+    Fails where the interpreter saw a race.
+    """
+    with _fresh():
+        out = jax.tree.map(np.asarray, jax.block_until_ready(run(*args)))
+        races = tpu_interpreter.races
+        assert races is not None, "no kernel ran under the interpreter"
+        assert not races.races_found, "a race"
+    return out
+
+
+def gpu_interpreter(detect_races: bool = True) -> Any:
+    """For `plgpu.kernel(interpret=...)`; skips the test where this JAX has no interpreter."""
+    try:
+        return interpret.gpu(detect_races)
+    except NotImplementedError as error:
+        pytest.skip(str(error))
+
+
+def lowered(run: Callable, platform: str, *args: Any) -> str:
+    """The StableHLO text of `run` exported for one platform ("tpu", "cuda").
+
+    args: arrays, or `jax.ShapeDtypeStruct`.
+    """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), args)
+    exported = jax.export.export(jax.jit(run), platforms=[platform])(*shapes)
+    return exported.mlir_module()
+
+
+def kernels_in(text: str, platform: str) -> int:
+    """How many kernel calls a lowered module has."""
+    return text.count(f"@{CUSTOM_CALL[platform]}") or text.count(CUSTOM_CALL[platform])
