@@ -35,7 +35,7 @@ def device_kind(platform: str) -> str | None:
     platform. A CPU host that lowers for another platform knows none: the heuristic decides.
     """
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if device is not None:
+    if device is not None and getattr(device, "platform", platform) == platform:
         return device.device_kind
     if jax.default_backend() == _BACKENDS.get(platform):
         return jax.devices()[0].device_kind

@@ -89,9 +89,9 @@ def test_the_strict_interpreter_finds_what_it_should() -> None:
         copy.wait()
 
     scratch = [pltpu.VMEM((8, 128), jnp.float32), pltpu.SemaphoreType.DMA(())]
-    with pytest.raises(AssertionError):
+    with pytest.raises(Exception, match=r"(?i)race|finite"):  # newer interpreters raise at once
         out = strict.tpu(lambda: run(does_not_wait, scratch_shapes=scratch))
-        assert np.isfinite(out).all()
+        assert np.isfinite(out).all(), "not finite"
 
 
 @dataclasses.dataclass(frozen=True)
