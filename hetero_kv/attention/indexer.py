@@ -51,14 +51,7 @@ class Indexer:
 
     def scores(self, q: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array:
         """f32[R, S, n] scores of index keys [R, n, dim]."""
-        dots = jnp.einsum(
-            "rshc,rnc->rshn", q, keys.astype(q.dtype), preferred_element_type=jnp.float32
-        )
-        # Unrolled: XLA's CPU code for a sum over a non-minor axis is many times slower.
-        total = weights[..., 0, None] * jax.nn.relu(dots[..., 0, :])
-        for head in range(1, self.heads):
-            total = total + weights[..., head, None] * jax.nn.relu(dots[..., head, :])
-        return total
+        return selection.index_scores(q, weights, keys)
 
     def select_many(
         self,

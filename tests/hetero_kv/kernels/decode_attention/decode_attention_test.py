@@ -156,7 +156,7 @@ def test_wrong_arguments() -> None:
         return decode_attention(q, **{**data.arguments, **changes})
 
     for changes, message in [
-        (dict(q=data.q[0]), r"\[R, H, c\]"),
+        (dict(q=data.q[0]), r"q must be"),
         (dict(window=None, entries=None), "neither a window nor entries"),
         (dict(sinks=np.zeros(3, np.float32)), "sinks"),
         (dict(window=window._replace(position=np.zeros(2, np.int32))), "window.position"),
