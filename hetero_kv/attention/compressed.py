@@ -165,9 +165,9 @@ class Compressed:
     ) -> View:
         """Raw rows into the tail ring, and the entries that close into their pool."""
         raw = compressor.raw(params, x, call.positions)
-        held = ring.read(view.leaves[tail], view.layer)
-        new, first, count = compressor.close_many(params, held, raw, call.start, call.count)
-        view = entries.append(view, call, first, new, count)
+        rows = view.leaves[tail]
+        view = entries.close(view, call, compressor.pooling, params["norm"], rows, raw)
+        held = ring.read(rows, view.layer)
         seen = ring.read(view.leaves[f"{tail}_pos"], view.layer)
         held = ring.advance(held, call.start, raw, call.count)
         seen = ring.advance(seen, call.start, call.positions, call.count)
@@ -195,11 +195,7 @@ class Compressed:
         seen = view.leaves[f"{tail}_pos"]
         seen = ring.write_one(seen, view.layer, position, position, keep)
         view = view.update(**{tail: rows, f"{tail}_pos": seen})
-        new = compressor.close_one(params, ring.read(rows, view.layer), position)
-        closes = keep & ((position + 1) % compressor.ratio == 0)
-        return entries.append(
-            view, call, position // compressor.ratio, new[:, None], closes.astype(jnp.int32)
-        )
+        return entries.close(view, call, compressor.pooling, params["norm"], rows, None)
 
     def decode(
         self, params: Params, x: jax.Array, view: View, call: Call

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from hetero_kv.attention import attend, pool
 from hetero_kv.attention.call import Call, View
 from hetero_kv.contract import Evidence, History, Leaf
+from hetero_kv.kernels.compressor.api import store
+from hetero_kv.kernels.compressor.reference import Pooling
 
 TILE = 64  # entries attended at a time: fixed, so that results do not depend on pool capacity
 
@@ -42,18 +44,25 @@ class EntryPool:
             f"{self.name}_count": Leaf(contract=counter, component=self.component, dtype="int32"),
         }
 
-    def append(
-        self, view: View, call: Call, start: jax.Array, entries: jax.Array, count: jax.Array
+    def close(
+        self,
+        view: View,
+        call: Call,
+        how: Pooling,
+        norm: jax.Array,
+        tail: jax.Array,
+        raw: jax.Array | None,
     ) -> View:
-        """Writes i32[R] `count` of entries [R, n, width] from entry `start` on; not in a replay."""
-        count = jnp.where(call.replay, 0, count)
+        """Appends the entries that close within the call; in a replay none. See `store`."""
+        count = jnp.where(call.replay, 0, call.count)
+        first = call.start // self.ratio
+        done = (call.start + count) // self.ratio - first
         counter, stored = f"{self.name}_count", view.leaves[self.name]
-        written = pool.landed(stored, start, entries.shape[1], count)
+        most = how.most(1 if raw is None else raw.shape[1])
+        written = pool.landed(stored, first, most, done)
+        new = store(how, stored, view.layer, norm, tail, raw, call.start, count)
         return view.update(
-            **{
-                self.name: pool.append(stored, view.layer, start, entries, count),
-                counter: pool.bump(view.leaves[counter], view.layer, written),
-            }
+            **{self.name: new, counter: pool.bump(view.leaves[counter], view.layer, written)}
         )
 
     def visible(self, positions: jax.Array) -> jax.Array:
