@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 
+from hetero_kv.kernels.dispatch import IMPLEMENTATIONS
 from models.config import DecoderConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -31,6 +32,8 @@ def check_config(config: DecoderConfig) -> None:
     for name in ("norm_eps", "hc_eps", "rope_theta", "compress_rope_theta"):
         if not getattr(config, name) > 0:
             raise ValueError(f"{name}={getattr(config, name)!r} must be > 0")
+    if config.kernels not in IMPLEMENTATIONS:
+        raise ValueError(f"kernels={config.kernels!r}: use one of {IMPLEMENTATIONS}")
     if config.yarn_factor < 0:
         raise ValueError(f"yarn_factor={config.yarn_factor} must be >= 0 (0: no YaRN)")
 

@@ -58,6 +58,7 @@ def attention(config: DecoderConfig, kind: str) -> Mechanism:
         config.norm_eps,
         config.cache_dtype,
         own_rows=config.window > 0,
+        kernels=config.kernels,
     )
     window = None
     if config.window > 0:

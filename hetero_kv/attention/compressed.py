@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from hetero_kv.attention import attend, pool, ring, selection
+from hetero_kv.attention import attend, ring, selection
 from hetero_kv.attention.call import Call, Train, View
 from hetero_kv.attention.compressor import Compressor
 from hetero_kv.attention.entries import EntryPool
@@ -14,6 +14,9 @@ from hetero_kv.attention.latent_heads import Heads, LatentHeads
 from hetero_kv.attention.rope import Rope
 from hetero_kv.attention.window import WindowBranch
 from hetero_kv.contract import LayerSpec
+from hetero_kv.kernels.decode_attention.api import decode_attention
+from hetero_kv.kernels.decode_attention.operands import Entries
+from hetero_kv.kernels.indexer.api import select
 from hetero_kv.params import Params, ParamTree
 
 
@@ -206,34 +209,43 @@ class Compressed:
         view = self._emit_one(
             params["compressor"], self.compressor, self.entries, "tail", x, view, call
         )
-        rows, live = [], []
+        window = None
         if self.window:
             view = self.window.write(kv[:, 0], view, call)
-            own, seen = self.window.rows(view, call)
-            rows, live = [own], [seen]
+            window = self.window.held(view, call)
+        picked = None
         if self.indexer:
-            view, picked, seen = self._pick(params["indexer"], x, latent, view, call)
-            rows, live = [*rows, picked], [*live, seen]
-        state = self._begin(params, q)
-        if rows:
-            keys, mask = jnp.concatenate(rows, axis=1), jnp.concatenate(live, axis=1)
-            state = attend.add(state, q, keys, mask[:, None], self.heads.scale)
-        if not self.indexer:
-            state = self.entries.attend(state, q, view, call, self.heads.scale)
-        return self.heads.output(params, attend.finish(state), turn, x.dtype), view
+            view, picked = self._pick(params["indexer"], x, latent, view, call)
+        visible = jnp.where(call.count > 0, self.entries.visible(call.stop - 1), 0)
+        out = decode_attention(
+            q[:, 0],
+            layer=view.layer,
+            window=window,
+            entries=Entries(view.leaves[self.entries.name], visible, picked),
+            sinks=params.get("sinks"),
+            scale=self.heads.scale,
+            tile=self.entries.tile,
+            implementation=self.heads.kernels,
+        )
+        return self.heads.output(params, out[:, None], turn, x.dtype), view
 
     def _pick(
         self, params: Params, x: jax.Array, latent: jax.Array, view: View, call: Call
-    ) -> tuple[View, jax.Array, jax.Array]:
-        """The selected entries of one query a row: [R, k, c], and which are real: [R, k]."""
+    ) -> tuple[View, jax.Array]:
+        """The selected entries of one query a row, i32[R, k]; -1: fewer are visible."""
         keys = self.index_keys
         view = self._emit_one(
             params["compressor"], self.indexer.compressor, keys, "index_tail", x, view, call
         )
         q, weights = self.indexer.queries(params, x, latent, call.tables[self.rope])
-        visible = keys.visible(call.stop - 1)  # of a row that does not run: what is written
-        index, live = self.indexer.select_one(
-            q, weights, view.leaves[keys.name], view.layer, visible, keys.tile
+        picked = select(
+            q[:, 0],
+            weights[:, 0],
+            view.leaves[keys.name],
+            layer=view.layer,
+            visible=jnp.where(call.count > 0, keys.visible(call.stop - 1), 0),
+            k=self.indexer.topk,
+            tile=keys.tile,
+            implementation=self.heads.kernels,
         )
-        picked = pool.gather(view.leaves[self.entries.name], view.layer, index)
-        return view, attend.clean(picked, live), live
+        return view, picked

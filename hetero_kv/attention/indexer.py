@@ -88,33 +88,3 @@ class Indexer:
             everything,
         )
         return order, low, cut
-
-    def select_one(
-        self,
-        q: jax.Array,
-        weights: jax.Array,
-        keys: pool.Pool,
-        layer: int | jax.Array,
-        visible: jax.Array,
-        size: int,
-    ) -> tuple[jax.Array, jax.Array]:
-        """The top k of one query a row: indices i32[R, k] and which of them are visible.
-
-        q [R, 1, heads, dim]; visible i32[R].
-        """
-        rows = pool.rows(keys)
-
-        def body(t: jax.Array, out: jax.Array) -> jax.Array:
-            part = self.scores(q, weights, pool.tile(keys, layer, t, size))[:, 0]
-            part = jnp.where(part == 0, 0.0, part)
-            return jax.lax.dynamic_update_slice_in_dim(out, part, t * size, axis=1)
-
-        tiles = -(-jnp.max(visible) // size)
-        scores = jax.lax.fori_loop(0, tiles, body, jnp.zeros((q.shape[0], rows), jnp.float32))
-        seen = jnp.arange(rows, dtype=jnp.int32) < visible[:, None]
-        scores = jnp.where(seen, scores, -jnp.inf)
-        if rows < self.topk:  # the same k whatever the capacity, so that sums have one order
-            scores = jnp.pad(scores, ((0, 0), (0, self.topk - rows)), constant_values=-jnp.inf)
-        _, index = jax.lax.top_k(scores, self.topk)
-        live = index < visible[:, None]
-        return jnp.where(live, index, 0), live

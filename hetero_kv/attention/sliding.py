@@ -10,6 +10,7 @@ from hetero_kv.attention.latent_heads import LatentHeads
 from hetero_kv.attention.rope import Rope
 from hetero_kv.attention.window import WindowBranch
 from hetero_kv.contract import LayerSpec
+from hetero_kv.kernels.decode_attention.api import decode_attention
 from hetero_kv.params import Params, ParamTree
 
 
@@ -62,6 +63,12 @@ class Sliding:
         turn = call.tables[self.rope]
         q, kv, _ = self.heads.project(params, x, turn)
         view = self.window.write(kv[:, 0], view, call)
-        rows, live = self.window.rows(view, call)
-        state = attend.add(self._begin(params, q), q, rows, live[:, None], self.heads.scale)
-        return self.heads.output(params, attend.finish(state), turn, x.dtype), view
+        out = decode_attention(
+            q[:, 0],
+            layer=view.layer,
+            window=self.window.held(view, call),
+            sinks=params.get("sinks"),
+            scale=self.heads.scale,
+            implementation=self.heads.kernels,
+        )
+        return self.heads.output(params, out[:, None], turn, x.dtype), view

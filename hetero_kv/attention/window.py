@@ -8,9 +8,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from hetero_kv import contract
 from hetero_kv.attention import attend, ring
 from hetero_kv.attention.call import Call, View
-from hetero_kv.contract import Evidence, Leaf, Window
+from hetero_kv.contract import Evidence, Leaf
+from hetero_kv.kernels.decode_attention.operands import Window
 
 BAND = 64  # shortest band of queries that is attended at a time
 ABSENT = -1  # position of a key that is not there
@@ -29,7 +31,7 @@ class WindowBranch:
         evidence = Evidence(of="window", kind="positions")
         return {
             "window": Leaf(
-                contract=Window(self.width),
+                contract=contract.Window(self.width),
                 component="windows",
                 rows=self.width,
                 width=(self.dim,),
@@ -82,6 +84,10 @@ class WindowBranch:
         held = ring.held_positions(self.width, call.start + 1)
         live = (held >= call.first[:, None]) & (held < call.stop[:, None])
         return attend.clean(ring.read(view.leaves["window"], view.layer), live), live
+
+    def held(self, view: View, call: Call) -> Window:
+        """The ring, and what one query at `start` sees of it: the operand of decode attention."""
+        return Window(view.leaves["window"], call.start, call.stop)
 
     def forward(
         self, state: attend.State, q: jax.Array, kv: jax.Array, positions: jax.Array, scale: float

@@ -1,12 +1,16 @@
 """Runs kernels under strict interpreters, and lowers them for accelerators, on a CPU host."""
 
 import contextlib
+import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from jax._src.interpreters import mlir
+from jax._src.lib.mlir import ir
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_interpreter
 from jax.experimental.pallas import tpu as pltpu
 
@@ -59,3 +63,25 @@ def lowered(run: Callable, platform: str, *args: Any) -> str:
 def kernels_in(text: str, platform: str) -> int:
     """How many kernel calls a lowered module has."""
     return text.count(f"@{CUSTOM_CALL[platform]}") or text.count(CUSTOM_CALL[platform])
+
+
+def largest(text: str) -> int:
+    """Bytes of the largest value that a lowered module makes: arguments and views do not count."""
+    found = [0]
+    views = ("stablehlo.reshape", "stablehlo.return", "func.return", "func.call", "func.func")
+
+    def visit(op: ir.Operation) -> ir.WalkResult:
+        if op.name not in (*views, "stablehlo.case", "builtin.module"):
+            found.extend(_bytes(str(result.type)) for result in op.results)
+        return ir.WalkResult.ADVANCE
+
+    with mlir.make_ir_context():
+        module = ir.Module.parse(text)
+        module.operation.walk(visit)
+    return max(found)
+
+
+def _bytes(kind: str) -> int:
+    """Of a value whose MLIR type is `tensor<4x8xf32>`."""
+    *sizes, element = re.fullmatch(r"tensor<(.*)>", kind)[1].split("x")
+    return math.prod(map(int, sizes)) * int(re.search(r"\d+", element)[0]) // 8
