@@ -61,13 +61,15 @@ def decode_attention(
 
 def _backends(scale: float, tile: int, tiles: Any) -> dict[str, dispatch.Backend]:
     from hetero_kv.kernels import interpret
-    from hetero_kv.kernels.decode_attention import pallas_tpu
+    from hetero_kv.kernels.decode_attention import pallas_gpu, pallas_tpu
 
     tpu = functools.partial(pallas_tpu.run, scale=scale, tiles=tiles)
+    gpu = functools.partial(pallas_gpu.run, scale=scale, tiles=tiles)
     check = functools.partial(pallas_tpu.check, tiles=tiles)
     return {
         "reference": dispatch.Backend(functools.partial(reference.run, scale=scale, tile=tile)),
         "pallas_tpu": dispatch.Backend(tpu, check),
+        "pallas_gpu": dispatch.Backend(gpu, functools.partial(pallas_gpu.check, tiles=tiles)),
         "interpret": dispatch.Backend(functools.partial(tpu, interpret=interpret.tpu()), check),
     }
 

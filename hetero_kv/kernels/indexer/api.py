@@ -45,7 +45,7 @@ def select(
 
     Returns:
         i32[R, k]: min(k, visible) entries, then -1. Their order is that of the implementation: by
-        descending score in the reference, by ascending index in the kernels.
+        descending score in the reference and on GPU, by ascending index on TPU.
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
@@ -59,13 +59,15 @@ def select(
 
 def _backends(k: int, tile: int, tiles: Any) -> dict[str, dispatch.Backend]:
     from hetero_kv.kernels import interpret
-    from hetero_kv.kernels.indexer import pallas_tpu
+    from hetero_kv.kernels.indexer import pallas_gpu, pallas_tpu
 
     tpu = functools.partial(pallas_tpu.run, k=k, tiles=tiles)
+    gpu = functools.partial(pallas_gpu.run, k=k, tiles=tiles)
     check = functools.partial(pallas_tpu.check, tiles=tiles)
     return {
         "reference": dispatch.Backend(functools.partial(reference.run, k=k, tile=tile)),
         "pallas_tpu": dispatch.Backend(tpu, check),
+        "pallas_gpu": dispatch.Backend(gpu, functools.partial(pallas_gpu.check, tiles=tiles)),
         "interpret": dispatch.Backend(functools.partial(tpu, interpret=interpret.tpu()), check),
     }
 

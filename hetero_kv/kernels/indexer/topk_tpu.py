@@ -86,7 +86,7 @@ def line_up(
         part, index = keys[pl.ds(first, BLOCK), :], _index(first, BLOCK)
         chosen = (part > low) | ((part == low) & (index < cut))
         chosen = jnp.where(chosen & (part != HIDDEN) & (index < visible), 1.0, 0.0)
-        rank = jnp.where(chosen > 0, _dot(chosen, before_lane) + 1.0, 0.0).T  # [lane, row], from 1
+        rank = jnp.where(chosen > 0, _dot(chosen, before_lane) + 1.0, 0.0)  # [row, lane], from 1
         counts = _dot(chosen, every)  # [row, any lane]
         start = _dot(before_row, counts) + base
         total = jnp.sum(chosen)
@@ -97,7 +97,7 @@ def line_up(
                 target = lane + d * LANES
                 holds = jnp.where((start <= target) & (target < start + counts), 1.0, 0.0)
                 wanted = target - jnp.sum(holds * start, axis=0, keepdims=True) + 1.0
-                hit = jnp.where(_dot(rank, holds) == wanted, 1.0, 0.0)  # [lane of keys, target]
+                hit = jnp.where(_dot(rank, holds, 0) == wanted, 1.0, 0.0)  # [lane of keys, target]
                 at = jnp.sum(holds * row, axis=0, keepdims=True) * LANES
                 at = at + jnp.sum(hit * row, axis=0, keepdims=True)
                 found = jnp.sum(holds, axis=0, keepdims=True) > 0
@@ -109,5 +109,8 @@ def line_up(
     jax.lax.fori_loop(0, blocks, body, jnp.float32(0))
 
 
-def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+def _dot(a: jax.Array, b: jax.Array, axis: int = 1) -> jax.Array:
+    """Axis `axis` of a contracted with the first one of b."""
+    return jax.lax.dot_general(
+        a, b, (((axis,), (0,)), ((), ())), preferred_element_type=jnp.float32
+    )
