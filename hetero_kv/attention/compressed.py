@@ -14,6 +14,8 @@ from hetero_kv.attention.latent_heads import Heads, LatentHeads
 from hetero_kv.attention.rope import Rope
 from hetero_kv.attention.window import WindowBranch
 from hetero_kv.contract import LayerSpec
+from hetero_kv.kernels.chunk_attention import operands as chunk
+from hetero_kv.kernels.chunk_attention.api import chunk_attention
 from hetero_kv.kernels.decode_attention.api import decode_attention
 from hetero_kv.kernels.decode_attention.operands import Entries
 from hetero_kv.kernels.indexer.api import select
@@ -127,9 +129,6 @@ class Compressed:
         view = self._emit(
             params["compressor"], self.compressor, self.entries, "tail", x, view, call
         )
-        state = self._begin(params, q)
-        if self.window:
-            state, view = self.window.prefill(state, q, kv, view, call, self.heads.scale)
         chosen = None
         if self.indexer:
             own, pool_ = params["indexer"], self.index_keys
@@ -137,24 +136,30 @@ class Compressed:
                 own["compressor"], self.indexer.compressor, pool_, "index_tail", x, view, call
             )
             index_q, weights = self.indexer.queries(own, x, latent, turn)
-            order, low, cut = self.indexer.select_many(
-                index_q,
-                weights,
-                view.leaves[pool_.name],
-                view.layer,
-                pool_.visible(call.positions),
-                pool_.tiles(call),
-                pool_.tile,
+            chosen = chunk.Chosen(
+                *self.indexer.select_many(
+                    index_q,
+                    weights,
+                    view.leaves[pool_.name],
+                    view.layer,
+                    pool_.visible(call.positions),
+                    pool_.tiles(call),
+                    pool_.tile,
+                )
             )
-
-            def chosen(t: jax.Array) -> jax.Array:
-                size = pool_.tile
-                part = jax.lax.dynamic_slice_in_dim(order, t * size, size, axis=2)
-                index = t * size + jnp.arange(size, dtype=jnp.int32)
-                return selection.chosen(part, index, low, cut)
-
-        state = self.entries.attend(state, q, view, call, self.heads.scale, chosen)
-        return self.heads.output(params, attend.finish(state), turn, x.dtype), view
+        out = chunk_attention(
+            q,
+            layer=view.layer,
+            start=call.start,
+            count=call.count,
+            window=self.window.before(kv, view, call) if self.window else None,
+            entries=chunk.Entries(view.leaves[self.entries.name], chosen),
+            sinks=params.get("sinks"),
+            rule=chunk.Rule(self.heads.scale, self.entries.ratio, self.entries.tile),
+        )
+        if self.window:
+            view = self.window.advance(kv, view, call)
+        return self.heads.output(params, out, turn, x.dtype), view
 
     def _emit(
         self,

@@ -1,16 +1,15 @@
-"""The pool of entries of one compressed branch: its leaf, its visibility rule, dense attention.
+"""The pool of entries of one compressed branch: its leaf and its visibility rule.
 
 Entry i is visible to query t iff `i < (t + 1) // ratio`: the token that closes a group sees the
 entry of that group.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from hetero_kv.attention import attend, pool
+from hetero_kv.attention import pool
 from hetero_kv.attention.call import Call, View
 from hetero_kv.contract import Evidence, History, Leaf
 from hetero_kv.kernels.compressor.api import store
@@ -44,6 +43,20 @@ class EntryPool:
             f"{self.name}_count": Leaf(contract=counter, component=self.component, dtype="int32"),
         }
 
+    def append(
+        self, view: View, call: Call, start: jax.Array, entries: jax.Array, count: jax.Array
+    ) -> View:
+        """Writes i32[R] `count` of entries [R, n, width] from entry `start` on; not in a replay."""
+        count = jnp.where(call.replay, 0, count)
+        counter, stored = f"{self.name}_count", view.leaves[self.name]
+        written = pool.landed(stored, start, entries.shape[1], count)
+        return view.update(
+            **{
+                self.name: pool.append(stored, view.layer, start, entries, count),
+                counter: pool.bump(view.leaves[counter], view.layer, written),
+            }
+        )
+
     def close(
         self,
         view: View,
@@ -73,32 +86,3 @@ class EntryPool:
         """Tiles that hold an entry visible to any query of the call."""
         most = jnp.max(jnp.where(call.count > 0, self.visible(call.stop - 1), 0))
         return -(-most // self.tile)
-
-    def attend(
-        self,
-        state: attend.State,
-        q: jax.Array,
-        view: View,
-        call: Call,
-        scale: float,
-        chosen: Callable[[jax.Array], jax.Array] | None = None,
-    ) -> attend.State:
-        """Adds every visible entry for queries q [R, S, H, c], tile by tile.
-
-        chosen(index of the tile) -> bool[R, S, tile] narrows the set (CSA prefill).
-        """
-        entries = view.leaves[self.name]
-        written = self.visible(call.stop - 1)
-        visible = self.visible(call.positions)[..., None]
-
-        def body(t: jax.Array, state: attend.State) -> attend.State:
-            index = t * self.tile + jnp.arange(self.tile, dtype=jnp.int32)
-            rows = attend.clean(
-                pool.tile(entries, view.layer, t, self.tile), index < written[:, None]
-            )
-            mask = index < visible
-            if chosen is not None:
-                mask = mask & chosen(t)
-            return attend.add(state, q, rows, mask, scale)
-
-        return jax.lax.fori_loop(0, self.tiles(call), body, state)
