@@ -260,7 +260,7 @@ def _body(plan, splits, stages, scale, refs, q, rows, weights, arrived, full, fr
             plgpu.barrier_wait(clean)
 
             def score(acc):
-                plgpu.wgmma(acc, q, plgpu.transpose_ref(rows.at[slot], (1, 0)))
+                plgpu.wgmma(acc, q, rows.at[slot].transpose((1, 0)))
                 return acc[...]
 
             scores = pl.run_scoped(score, plgpu.ACC((ROWS, ROWS), jnp.float32)) * scale

@@ -184,7 +184,7 @@ def _body(plan, refs, q, keys, scores, flags, arrived, full) -> None:
             plgpu.barrier_wait(full.at[slot])
 
             def product(acc):
-                plgpu.wgmma(acc, keys.at[slot], plgpu.transpose_ref(q, (1, 0)))
+                plgpu.wgmma(acc, keys.at[slot], q.transpose((1, 0)))
                 return acc[...]
 
             dots = pl.run_scoped(product, plgpu.ACC((ROWS, plan.heads), jnp.float32))

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -48,6 +48,11 @@ def gpu_interpreter(detect_races: bool = True) -> Any:
         return interpret.gpu(detect_races)
     except NotImplementedError as error:
         pytest.skip(str(error))
+
+
+def quick(cases: Iterable[str], *names: str) -> list:
+    """Cases of which only these run in `make test`: interpreted kernels are slow to compile."""
+    return [x if x in names else pytest.param(x, marks=pytest.mark.full) for x in cases]
 
 
 def lowered(run: Callable, platform: str, *args: Any) -> str:

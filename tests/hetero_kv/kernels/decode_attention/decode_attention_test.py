@@ -64,18 +64,24 @@ def _compare(got: np.ndarray, want: np.ndarray, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_reference_and_tpu_kernel_are_what_the_equations_say(name: str) -> None:
+def test_reference_is_what_the_equations_say(name: str) -> None:
     data = oracle.make(CASES[name])
     _compare(_run(data), data.want, CASES[name].dtype)
+
+
+@pytest.mark.parametrize("name", strict.quick(CASES, "all, contiguous", "bfloat16, picked"))
+def test_tpu_kernel_is_what_the_equations_say(name: str) -> None:
+    data = oracle.make(CASES[name])
     _compare(_run(data, **INTERPRET), data.want, CASES[name].dtype)
 
 
+@pytest.mark.full
 def test_tpu_kernel_with_the_tiles_of_the_heuristic() -> None:
     data = oracle.make(Case(position=(700, 90), window=8, ratio=1, capacity=1024, page=64, heads=2))
     _compare(_run(data, implementation="interpret"), data.want, "float32")
 
 
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=8)
 @hypothesis.given(draw=st.data())
 def test_any_lengths_ratios_and_tables(draw: st.DataObject) -> None:
     # Shapes are fixed, so that only the first examples compile.
@@ -120,6 +126,7 @@ def test_a_page_that_is_none_makes_its_own_sequence_nan(picks: int) -> None:
             assert np.isnan(out[1]).all()
 
 
+@pytest.mark.full
 def test_nothing_to_see_is_zero() -> None:
     data = oracle.make(Case(position=(3,), ratio=8, sinks=False))
     assert not _run(data).any()

@@ -31,7 +31,7 @@ def _operands(data: oracle.Data) -> Operands:
     return as_jax(Operands(data.q, given["sinks"], given["layer"], window, entries))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", strict.quick(CASES, "all", "picked"))
 def test_gpu_kernel_is_what_the_equations_say(name: str) -> None:
     interpreter = strict.gpu_interpreter()
     data = oracle.make(CASES[name])

@@ -61,10 +61,16 @@ def _compare(picked: np.ndarray, data: oracle.Data, case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_reference_and_tpu_kernel_are_what_the_equations_say(name: str) -> None:
+def test_reference_is_what_the_equations_say(name: str) -> None:
     case = CASES[name]
     data = oracle.make(case)
     _compare(_run(data, case.k), data, case)
+
+
+@pytest.mark.parametrize("name", strict.quick(CASES, "k beyond a line", "bfloat16, exact"))
+def test_tpu_kernel_is_what_the_equations_say(name: str) -> None:
+    case = CASES[name]
+    data = oracle.make(case)
     _compare(_run(data, case.k, **INTERPRET), data, case)
 
 
@@ -80,13 +86,13 @@ def test_ties_are_there_and_cut_within_a_tile() -> None:
         assert kept == tied[: len(kept)].tolist()
 
 
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=5)
 @hypothesis.given(draw=st.data())
 def test_any_lengths_and_tables(draw: st.DataObject) -> None:
     # Shapes are fixed, so that only the first examples compile.
     case = Case(
         visible=tuple(draw.draw(st.integers(0, 256), f"visible {r}") for r in range(3)),
-        k=draw.draw(st.sampled_from([1, 40]), "k"),
+        k=40,
         values=draw.draw(st.sampled_from([1, 4]), "values"),
         shared=draw.draw(st.integers(0, 3), "shared pages"),
     )
@@ -95,6 +101,7 @@ def test_any_lengths_and_tables(draw: st.DataObject) -> None:
     _compare(_run(data, case.k, **INTERPRET), data, case)
 
 
+@pytest.mark.full
 def test_more_than_one_block_of_rows() -> None:
     """Entries beyond 128 rows of 128 are lined up after the first ones."""
     case = Case(
@@ -112,6 +119,7 @@ def test_lengths_tables_and_layers_are_values() -> None:
     assert _program._cache_size() <= before + 1
 
 
+@pytest.mark.full
 def test_the_capacity_and_the_batch_do_not_matter() -> None:
     case = Case(visible=(60, 100), k=40, values=1)
     data = oracle.make(case)
