@@ -16,12 +16,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hetero_kv.attention.attend import MASKED
-from hetero_kv.kernels import paging
+from hetero_kv.kernels import hopper, paging
 from hetero_kv.kernels.chunk_attention.operands import Operands, Rule
+from hetero_kv.kernels.hopper import GROUP, ROWS, swizzled
 
-ROWS = 64  # of a tile of keys, and of a block: what a warpgroup's product takes
-GROUP = 8  # rows of a unit of swizzled memory
-LANES = 64  # channels of one
+LANES = 64  # channels of a unit of swizzled memory
 STAGES = 2  # tiles in shared memory
 PARTS = 2  # warpgroups that compute
 FAR = 1 << 30  # more than any distance of positions
@@ -52,7 +51,6 @@ def check(rule: Rule, operands: Operands) -> None:
         )
 
 
-@dataclasses.dataclass(init=False)
 class _Plan:
     """Sizes of a call. copy: rows of one TMA copy, the same for window and entries."""
 
@@ -138,10 +136,6 @@ def _places(plan: _Plan, view: paging.PageView, operands: Operands) -> tuple[jax
 
 
 def _kernel(plan: _Plan, *refs) -> None:
-    def swizzled(*shape: int) -> Any:
-        transforms = (plgpu.TilingTransform((GROUP, LANES)), plgpu.SwizzleTransform(128))
-        return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
-
     pl.run_scoped(
         functools.partial(_body, plan, refs),
         swizzled(ROWS, plan.channels),
@@ -268,7 +262,7 @@ def _body(plan: _Plan, refs, q, rows, weights, arrived, full, free, clean) -> No
             plgpu.barrier_wait(clean)
 
             def score(acc):
-                plgpu.wgmma(acc, q, plgpu.transpose_ref(rows.at[slot], (1, 0)))
+                plgpu.wgmma(acc, q, rows.at[slot].transpose((1, 0)))
                 return acc[...]
 
             scores = pl.run_scoped(score, plgpu.ACC((ROWS, ROWS), jnp.float32))
@@ -296,7 +290,7 @@ def _body(plan: _Plan, refs, q, rows, weights, arrived, full, free, clean) -> No
             return acc, new, total * shrink + jnp.sum(p, axis=1)
 
         head = pl.multiple_of(jax.lax.rem(block * ROWS, jnp.int32(max(plan.heads, ROWS))), ROWS)
-        sink = plgpu.load(sinks.at[pl.ds(head, ROWS)], layout=vector, optimized=False)
+        sink = hopper.load(sinks.at[pl.ds(head, ROWS)], vector)
         one = full_of(1.0 if plan.sinks else 0.0, (ROWS,), vector)
         begin = full_of(0.0, (ROWS, plan.columns), matrix), sink, one
         acc, _, total = jax.lax.fori_loop(0, at.steps, step, begin)
@@ -309,7 +303,7 @@ def _picked(at: _Block, refs, row, query, tile, lane, layout) -> jax.Array:
     order, low, cut = refs[-5:-2]
     entry = jnp.maximum(tile - at.window, 0) * ROWS
     source = order.at[row, query, pl.ds(pl.multiple_of(entry, ROWS), ROWS)]
-    keys = plgpu.load(source, layout=layout, optimized=False)
+    keys = hopper.load(source, layout)
     low, cut = low[row, query], cut[row, query]
     chosen = (keys > low) | ((keys == low) & (entry + lane < cut))
     chosen = jnp.where(chosen & (keys != 0), 1.0, 0.0)
