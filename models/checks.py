@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 
+from hetero_kv.kernels.dispatch import IMPLEMENTATIONS
 from models.config import DecoderConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -40,6 +41,8 @@ def check_config(config: DecoderConfig) -> None:
             "embed_scale must be > 0 and final_softcap >= 0, got "
             f"{config.embed_scale} and {config.final_softcap}"
         )
+    if config.kernels not in IMPLEMENTATIONS:
+        raise ValueError(f"kernels={config.kernels!r}: use one of {IMPLEMENTATIONS}")
     if config.yarn_factor < 0:
         raise ValueError(f"yarn_factor={config.yarn_factor} must be >= 0 (0: no YaRN)")
 

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from hetero_kv.attention import attend, pool, ring
+from hetero_kv.attention import attend, ring
 from hetero_kv.attention.call import Call, Train, View
 from hetero_kv.attention.compressor import Compressor
 from hetero_kv.attention.entries import EntryPool
@@ -14,6 +14,11 @@ from hetero_kv.attention.latent_heads import Heads, LatentHeads
 from hetero_kv.attention.rope import Rope
 from hetero_kv.attention.window import WindowBranch
 from hetero_kv.contract import LayerSpec
+from hetero_kv.kernels.chunk_attention import operands as chunk
+from hetero_kv.kernels.chunk_attention.api import chunk_attention
+from hetero_kv.kernels.decode_attention.api import decode_attention
+from hetero_kv.kernels.decode_attention.operands import Entries
+from hetero_kv.kernels.indexer.api import select
 from hetero_kv.params import Params, ParamTree
 
 
@@ -99,9 +104,6 @@ class Compressed:
         view = self._emit(
             params["compressor"], self.compressor, self.entries, "tail", x, view, call
         )
-        state = self._begin(params, q)
-        if self.window:
-            state, view = self.window.prefill(state, q, kv, view, call, self.heads.scale)
         chosen = None
         if self.indexer:
             own, pool_ = params["indexer"], self.index_keys
@@ -109,17 +111,30 @@ class Compressed:
                 own["compressor"], self.indexer.compressor, pool_, "index_tail", x, view, call
             )
             index_q, weights = self.indexer.queries(own, x, latent, turn)
-            chosen = self.indexer.choose_many(
-                index_q,
-                weights,
-                view.leaves[pool_.name],
-                view.layer,
-                pool_.visible(call.positions),
-                pool_.tiles(call),
-                pool_.tile,
+            chosen = chunk.Chosen(
+                *self.indexer.select_many(
+                    index_q,
+                    weights,
+                    view.leaves[pool_.name],
+                    view.layer,
+                    pool_.visible(call.positions),
+                    pool_.tiles(call),
+                    pool_.tile,
+                )
             )
-        state = self.entries.attend(state, q, view, call, self.heads.scale, chosen)
-        return self.heads.output(params, attend.finish(state), turn, x.dtype), view
+        out = chunk_attention(
+            q,
+            layer=view.layer,
+            start=call.start,
+            count=call.count,
+            window=self.window.before(kv, view, call) if self.window else None,
+            entries=chunk.Entries(view.leaves[self.entries.name], chosen),
+            sinks=params.get("sinks"),
+            rule=chunk.Rule(self.heads.scale, self.entries.ratio, self.entries.tile),
+        )
+        if self.window:
+            view = self.window.advance(kv, view, call)
+        return self.heads.output(params, out, turn, x.dtype), view
 
     def _emit(
         self,
@@ -133,9 +148,9 @@ class Compressed:
     ) -> View:
         """Raw rows into the tail ring, and the entries that close into their pool."""
         raw = compressor.raw(params, x, call.positions)
-        held = ring.read(view.leaves[tail], view.layer)
-        new, first, count = compressor.close_many(params, held, raw, call.start, call.count)
-        view = entries.append(view, call, first, new, count)
+        rows = view.leaves[tail]
+        view = entries.close(view, call, compressor.pooling, params["norm"], rows, raw)
+        held = ring.read(rows, view.layer)
         seen = ring.read(view.leaves[f"{tail}_pos"], view.layer)
         held = ring.advance(held, call.start, raw, call.count)
         seen = ring.advance(seen, call.start, call.positions, call.count)
@@ -163,11 +178,7 @@ class Compressed:
         seen = view.leaves[f"{tail}_pos"]
         seen = ring.write_one(seen, view.layer, position, position, keep)
         view = view.update(**{tail: rows, f"{tail}_pos": seen})
-        new = compressor.close_one(params, ring.read(rows, view.layer), position)
-        closes = keep & ((position + 1) % compressor.ratio == 0)
-        return entries.append(
-            view, call, position // compressor.ratio, new[:, None], closes.astype(jnp.int32)
-        )
+        return entries.close(view, call, compressor.pooling, params["norm"], rows, None)
 
     def decode(
         self, params: Params, x: jax.Array, view: View, call: Call
@@ -178,34 +189,43 @@ class Compressed:
         view = self._emit_one(
             params["compressor"], self.compressor, self.entries, "tail", x, view, call
         )
-        rows, live = [], []
+        window = None
         if self.window:
             view = self.window.write(kv[:, 0], view, call)
-            own, seen = self.window.rows(view, call)
-            rows, live = [own], [seen]
+            window = self.window.held(view, call)
+        picked = None
         if self.indexer:
-            view, picked, seen = self._pick(params["indexer"], x, latent, view, call)
-            rows, live = [*rows, picked], [*live, seen]
-        state = self._begin(params, q)
-        if rows:
-            keys, mask = jnp.concatenate(rows, axis=1), jnp.concatenate(live, axis=1)
-            state = attend.add(state, q, keys, mask[:, None], self.heads.scale)
-        if not self.indexer:
-            state = self.entries.attend(state, q, view, call, self.heads.scale)
-        return self.heads.output(params, attend.finish(state), turn, x.dtype), view
+            view, picked = self._pick(params["indexer"], x, latent, view, call)
+        visible = jnp.where(call.count > 0, self.entries.visible(call.stop - 1), 0)
+        out = decode_attention(
+            q[:, 0],
+            layer=view.layer,
+            window=window,
+            entries=Entries(view.leaves[self.entries.name], visible, picked),
+            sinks=params.get("sinks"),
+            scale=self.heads.scale,
+            tile=self.entries.tile,
+            implementation=self.heads.kernels,
+        )
+        return self.heads.output(params, out[:, None], turn, x.dtype), view
 
     def _pick(
         self, params: Params, x: jax.Array, latent: jax.Array, view: View, call: Call
-    ) -> tuple[View, jax.Array, jax.Array]:
-        """The selected entries of one query a row: [R, k, c], and which are real: [R, k]."""
+    ) -> tuple[View, jax.Array]:
+        """The selected entries of one query a row, i32[R, k]; -1: fewer are visible."""
         keys = self.index_keys
         view = self._emit_one(
             params["compressor"], self.indexer.compressor, keys, "index_tail", x, view, call
         )
         q, weights = self.indexer.queries(params, x, latent, call.tables[self.rope])
-        visible = keys.visible(call.stop - 1)  # of a row that does not run: what is written
-        index, live = self.indexer.select_one(
-            q, weights, view.leaves[keys.name], view.layer, visible, keys.tile
+        picked = select(
+            q[:, 0],
+            weights[:, 0],
+            view.leaves[keys.name],
+            layer=view.layer,
+            visible=jnp.where(call.count > 0, keys.visible(call.stop - 1), 0),
+            k=self.indexer.topk,
+            tile=keys.tile,
+            implementation=self.heads.kernels,
         )
-        picked = pool.gather(view.leaves[self.entries.name], view.layer, index)
-        return view, attend.clean(picked, live), live
+        return view, picked

@@ -1,11 +1,10 @@
-"""The pool of entries of one compressed branch: its leaf, its visibility rule, dense attention.
+"""The pool of entries of one compressed branch: its leaf and its visibility rule.
 
 Entry i is visible to query t iff `i < count(t + 1)`: the token that closes a group sees the entry
 of that group.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,10 @@ import jax.numpy as jnp
 from hetero_kv.attention import attend, pool
 from hetero_kv.attention.call import Call, View
 from hetero_kv.contract import Evidence, History, Leaf
+from hetero_kv.kernels.chunk_attention import operands as chunk
+from hetero_kv.kernels.chunk_attention import reference
+from hetero_kv.kernels.compressor.api import store
+from hetero_kv.kernels.compressor.reference import Pooling
 
 TILE = 64  # entries attended at a time: fixed, so that results do not depend on pool capacity
 
@@ -63,6 +66,27 @@ class EntryPool:
             }
         )
 
+    def close(
+        self,
+        view: View,
+        call: Call,
+        how: Pooling,
+        norm: jax.Array,
+        tail: jax.Array,
+        raw: jax.Array | None,
+    ) -> View:
+        """Appends the entries that close within the call; in a replay none. See `store`."""
+        count = jnp.where(call.replay, 0, call.count)
+        first = call.start // self.ratio
+        done = (call.start + count) // self.ratio - first
+        counter, stored = f"{self.name}_count", view.leaves[self.name]
+        most = how.most(1 if raw is None else raw.shape[1])
+        written = pool.landed(stored, first, most, done)
+        new = store(how, stored, view.layer, norm, tail, raw, call.start, count)
+        return view.update(
+            **{self.name: new, counter: pool.bump(view.leaves[counter], view.layer, written)}
+        )
+
     def visible(self, positions: jax.Array) -> jax.Array:
         """How many entries a query at i32[...] positions sees."""
         return self.contract.count(positions + 1)
@@ -79,24 +103,14 @@ class EntryPool:
         view: View,
         call: Call,
         scale: float,
-        chosen: Callable[[jax.Array], jax.Array] | None = None,
+        chosen: chunk.Chosen | None = None,
     ) -> attend.State:
         """Adds every visible entry for queries q [R, S, H, c] (or grouped), tile by tile.
 
-        chosen(index of the tile) -> bool[R, S, tile] narrows the set (CSA prefill).
+        chosen narrows the set, query by query.
         """
-        entries = view.leaves[self.name]
-        written = self.visible(call.stop - 1)
-        visible = self.visible(call.positions)[..., None]
-
-        def body(t: jax.Array, state: attend.State) -> attend.State:
-            index = t * self.tile + jnp.arange(self.tile, dtype=jnp.int32)
-            rows = attend.clean(
-                pool.tile(entries, view.layer, t, self.tile), index < written[:, None]
-            )
-            mask = index < visible
-            if chosen is not None:
-                mask = mask & chosen(t)
-            return self.form.add(state, q, rows, mask, scale)
-
-        return jax.lax.fori_loop(0, self.tiles(call), body, state)
+        entries = chunk.Entries(view.leaves[self.name], chosen)
+        visible = self.visible(call.positions), self.visible(call.stop - 1)
+        rule = chunk.Rule(scale, self.ratio, self.tile)
+        tiles = self.tiles(call)
+        return reference.entries(state, q, entries, view.layer, visible, tiles, rule, self.form)

@@ -5,7 +5,6 @@ scores gate visibility only; they do not enter the attention.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +24,7 @@ class Picker:
 
     def scores(self, q: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array:
         """f32[R, S, n] scores of index keys [R, n, dim]."""
-        dots = jnp.einsum(
-            "rshc,rnc->rshn", q, keys.astype(q.dtype), preferred_element_type=jnp.float32
-        )
-        # Unrolled: XLA's CPU code for a sum over a non-minor axis is many times slower.
-        total = weights[..., 0, None] * jax.nn.relu(dots[..., 0, :])
-        for head in range(1, self.heads):
-            total = total + weights[..., head, None] * jax.nn.relu(dots[..., head, :])
-        return total
+        return selection.index_scores(q, weights, keys)
 
     def select_many(
         self,
@@ -69,56 +61,6 @@ class Picker:
             everything,
         )
         return order, low, cut
-
-    def select_one(
-        self,
-        q: jax.Array,
-        weights: jax.Array,
-        keys: pool.Pool,
-        layer: int | jax.Array,
-        visible: jax.Array,
-        size: int,
-    ) -> tuple[jax.Array, jax.Array]:
-        """The top k of one query a row: indices i32[R, k] and which of them are visible.
-
-        q [R, 1, heads, dim]; visible i32[R].
-        """
-        rows = pool.rows(keys)
-
-        def body(t: jax.Array, out: jax.Array) -> jax.Array:
-            part = self.scores(q, weights, pool.tile(keys, layer, t, size))[:, 0]
-            part = jnp.where(part == 0, 0.0, part)
-            return jax.lax.dynamic_update_slice_in_dim(out, part, t * size, axis=1)
-
-        tiles = -(-jnp.max(visible) // size)
-        scores = jax.lax.fori_loop(0, tiles, body, jnp.zeros((q.shape[0], rows), jnp.float32))
-        seen = jnp.arange(rows, dtype=jnp.int32) < visible[:, None]
-        scores = jnp.where(seen, scores, -jnp.inf)
-        if rows < self.topk:  # the same k whatever the capacity, so that sums have one order
-            scores = jnp.pad(scores, ((0, 0), (0, self.topk - rows)), constant_values=-jnp.inf)
-        _, index = jax.lax.top_k(scores, self.topk)
-        live = index < visible[:, None]
-        return jnp.where(live, index, 0), live
-
-    def choose_many(
-        self,
-        q: jax.Array,
-        weights: jax.Array,
-        keys: pool.Pool,
-        layer: int | jax.Array,
-        visible: jax.Array,
-        tiles: jax.Array,
-        size: int,
-    ) -> Callable[[jax.Array], jax.Array]:
-        """As `select_many`: a function from the index of a tile to bool[R, S, size], who is in."""
-        order, low, cut = self.select_many(q, weights, keys, layer, visible, tiles, size)
-
-        def chosen(t: jax.Array) -> jax.Array:
-            part = jax.lax.dynamic_slice_in_dim(order, t * size, size, axis=2)
-            index = t * size + jnp.arange(size, dtype=jnp.int32)
-            return selection.chosen(part, index, low, cut)
-
-        return chosen
 
     def mask(self, scores: jax.Array, visible: jax.Array) -> jax.Array:
         """bool[R, S, N]: the top k of f32[R, S, N] scores among those that are visible."""

@@ -40,6 +40,7 @@ class LatentHeads:
     eps: float
     cache_dtype: str
     own_rows: bool = True  # False: no window branch, so no kv row per token
+    kernels: str = "auto"  # implementation of the decode step's ops, see `kernels.dispatch`
 
     def __post_init__(self):
         if self.rope.dim > self.dim:
@@ -65,6 +66,7 @@ class LatentHeads:
             fields.norm_eps,
             fields.cache_dtype,
             own_rows=fields.window > 0,
+            kernels=fields.get("kernels", "auto"),
         )
 
     @property

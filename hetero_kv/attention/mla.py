@@ -12,7 +12,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from hetero_kv.attention import attend, pool
+from hetero_kv.attention import attend
 from hetero_kv.attention.call import Call, Train, View
 from hetero_kv.attention.entries import TILE, EntryPool
 from hetero_kv.attention.fields import Fields
@@ -20,6 +20,10 @@ from hetero_kv.attention.indexer import Picker, check, teach
 from hetero_kv.attention.norm import layer_norm, rms_norm
 from hetero_kv.attention.rope import Rope, Table, rotate
 from hetero_kv.contract import LayerSpec
+from hetero_kv.kernels.chunk_attention import operands as chunk
+from hetero_kv.kernels.decode_attention.api import decode_attention
+from hetero_kv.kernels.decode_attention.operands import Entries
+from hetero_kv.kernels.indexer.api import select
 from hetero_kv.params import Params, ParamSpec, ParamTree
 
 EPS = 1e-6  # of the norms of latents (unless `latent_eps` says otherwise) and of index keys
@@ -91,6 +95,7 @@ class Mla:
     eps: float
     cache: EntryPool
     indexer: TokenIndexer | None
+    kernels: str = "auto"  # implementation of the decode step's ops, see `kernels.dispatch`
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -142,8 +147,8 @@ class Mla:
     def _kv_b(self, params: Params) -> jax.Array:
         return params["kv_b"].reshape(self.latent, self.heads, self.nope_dim + self.v_dim)
 
-    def _output(self, params: Params, state: attend.State, x: jax.Array) -> jax.Array:
-        low = attend.finish(state)[..., : self.latent].astype(x.dtype)
+    def _output(self, params: Params, out: jax.Array, x: jax.Array) -> jax.Array:
+        low = out[..., : self.latent].astype(x.dtype)
         out = jnp.einsum("rshl,lhv->rshv", low, self._kv_b(params)[..., self.nope_dim :])
         return jnp.matmul(out.reshape(*x.shape[:-1], -1), params["o"])
 
@@ -164,7 +169,7 @@ class Mla:
                 mask = self.indexer.mask(scores, mask)
         state = attend.begin(q.shape[:-1], q.shape[-1], None)
         state = attend.add(state, q, rows, mask, self.scale)
-        y = self._output(params, state, x)
+        y = self._output(params, attend.finish(state), x)
         if not (train.aux and self.indexer):
             return y, {}
         return y, teach(scores, state, q, rows, mask, self.scale)
@@ -185,18 +190,20 @@ class Mla:
         if self.indexer:
             keys, turn = self.indexer.keys, call.tables[self.indexer.rope]
             index_q, weights = self.indexer.queries(params["indexer"], x, latent, turn)
-            chosen = self.indexer.choose_many(
-                index_q,
-                weights,
-                view.leaves[keys.name],
-                view.layer,
-                keys.visible(call.positions),
-                keys.tiles(call),
-                keys.tile,
+            chosen = chunk.Chosen(
+                *self.indexer.select_many(
+                    index_q,
+                    weights,
+                    view.leaves[keys.name],
+                    view.layer,
+                    keys.visible(call.positions),
+                    keys.tiles(call),
+                    keys.tile,
+                )
             )
         state = attend.begin(q.shape[:-1], q.shape[-1], None)
         state = self.cache.attend(state, q, view, call, self.scale, chosen)
-        return self._output(params, state, x), view
+        return self._output(params, attend.finish(state), x), view
 
     def decode(
         self, params: Params, x: jax.Array, view: View, call: Call
@@ -209,14 +216,25 @@ class Mla:
         keys, turn = self.indexer.keys, call.tables[self.indexer.rope]
         index_q, weights = self.indexer.queries(params["indexer"], x, latent, turn)
         visible = keys.visible(call.stop - 1)  # of a row that does not run: what is written
-        index, live = self.indexer.select_one(
-            index_q, weights, view.leaves[keys.name], view.layer, visible, keys.tile
+        picked = select(
+            index_q[:, 0],
+            weights[:, 0],
+            view.leaves[keys.name],
+            layer=view.layer,
+            visible=visible,
+            k=self.indexer.topk,
+            tile=keys.tile,
+            implementation=self.kernels,
         )
-        picked = pool.gather(view.leaves[self.cache.name], view.layer, index)
-        state = attend.begin(q.shape[:-1], q.shape[-1], None)
-        picked = attend.clean(picked, live)
-        state = attend.add(state, q, picked, live[:, None], self.scale)
-        return self._output(params, state, x), view
+        out = decode_attention(
+            q[:, 0],
+            layer=view.layer,
+            entries=Entries(view.leaves[self.cache.name], visible, picked),
+            scale=self.scale,
+            tile=self.cache.tile,
+            implementation=self.kernels,
+        )
+        return self._output(params, out[:, None], x), view
 
 
 def build(fields: Fields) -> Mla:
@@ -252,4 +270,5 @@ def build(fields: Fields) -> Mla:
         fields.get("latent_eps", EPS),
         EntryPool("latent", f"{kind} latent", 1, latent + rope.dim, dtype, 2 * TILE),
         indexer,
+        fields.get("kernels", "auto"),
     )

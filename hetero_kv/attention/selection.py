@@ -12,6 +12,19 @@ from hetero_kv.attention.when import when
 HIDDEN = 0  # key of an invisible entry; every finite score maps above it
 
 
+def index_scores(q: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array:
+    """`sum_h w[h] * relu(q[h] . key)`, f32[R, S, n], of index keys [R, n, dim].
+
+    q [R, S, heads, dim]; weights f32[R, S, heads], scaled already.
+    """
+    dots = jnp.einsum("rshc,rnc->rshn", q, keys.astype(q.dtype), preferred_element_type=jnp.float32)
+    # Unrolled: XLA's CPU code for a sum over a non-minor axis is many times slower.
+    total = weights[..., 0, None] * jax.nn.relu(dots[..., 0, :])
+    for head in range(1, q.shape[2]):
+        total = total + weights[..., head, None] * jax.nn.relu(dots[..., head, :])
+    return total
+
+
 def order_keys(scores: jax.Array, visible: jax.Array) -> jax.Array:
     """f32 scores to u32 keys of the same order (-0 equals +0); invisible ones become HIDDEN."""
     scores = jnp.where(scores == 0, 0.0, scores)

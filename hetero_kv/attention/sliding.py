@@ -11,6 +11,9 @@ from hetero_kv.attention.latent_heads import LatentHeads
 from hetero_kv.attention.rope import Rope
 from hetero_kv.attention.window import WindowBranch
 from hetero_kv.contract import LayerSpec
+from hetero_kv.kernels.chunk_attention.api import chunk_attention
+from hetero_kv.kernels.chunk_attention.operands import Rule
+from hetero_kv.kernels.decode_attention.api import decode_attention
 from hetero_kv.params import Params, ParamTree
 
 
@@ -53,9 +56,17 @@ class Sliding:
         """See `Mechanism.prefill`."""
         turn = call.tables[self.heads.rope]
         q, kv, _ = self.heads.project(params, x, turn)
-        state = self._begin(params, q)
-        state, view = self.window.prefill(state, q, kv, view, call, self.heads.scale)
-        return self.heads.output(params, attend.finish(state), turn, x.dtype), view
+        out = chunk_attention(
+            q,
+            layer=view.layer,
+            start=call.start,
+            count=call.count,
+            window=self.window.before(kv, view, call),
+            sinks=params.get("sinks"),
+            rule=Rule(self.heads.scale),
+        )
+        view = self.window.advance(kv, view, call)
+        return self.heads.output(params, out, turn, x.dtype), view
 
     def decode(
         self, params: Params, x: jax.Array, view: View, call: Call
@@ -64,9 +75,15 @@ class Sliding:
         turn = call.tables[self.heads.rope]
         q, kv, _ = self.heads.project(params, x, turn)
         view = self.window.write(kv[:, 0], view, call)
-        rows, live = self.window.rows(view, call)
-        state = attend.add(self._begin(params, q), q, rows, live[:, None], self.heads.scale)
-        return self.heads.output(params, attend.finish(state), turn, x.dtype), view
+        out = decode_attention(
+            q[:, 0],
+            layer=view.layer,
+            window=self.window.held(view, call),
+            sinks=params.get("sinks"),
+            scale=self.heads.scale,
+            implementation=self.heads.kernels,
+        )
+        return self.heads.output(params, out[:, None], turn, x.dtype), view
 
 
 def build(fields: Fields) -> Sliding:

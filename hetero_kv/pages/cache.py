@@ -15,7 +15,8 @@ import numpy as np
 
 from hetero_kv import state
 from hetero_kv.contract import CacheSpec, Evidence, History
-from hetero_kv.pages import checksum, table
+from hetero_kv.kernels.page_copy import api as page_copy
+from hetero_kv.pages import table
 from hetero_kv.pages.layout import PageSpec, Paging, history_slots
 from hetero_kv.pages.table import PageTable
 from hetero_kv.state import Cache
@@ -243,11 +244,8 @@ def ledgers(cache: Cache) -> dict[str, table.Ledger]:
 def checksums(spec: CacheSpec, cache: Cache, component: str, ids: jax.Array) -> jax.Array:
     """u32[k]: checksums of the pages i32[k] `ids` of a component, all its layers together."""
     total = jnp.zeros(ids.shape, jnp.uint32)
-    ids = cache.pages.tables[component].safe(ids)
     for part, slot in enumerate(history_slots(spec)[component]):
-        for repeat in range(slot.repeats):
-            rows = cache.leaf(slot).at[repeat, ids].get(mode="fill", fill_value=0)
-            total = checksum.add(total, rows, part << 16 | repeat)
+        total += page_copy.verify(cache.leaf(slot), ids, salt=part << 16).sums
     return total
 
 

@@ -9,10 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hetero_kv.attention import attend, ring, window
+from hetero_kv.attention import attend, ring
 from hetero_kv.attention.call import Call, View
 from hetero_kv.attention.entries import EntryPool
+from hetero_kv.attention.rope import Rope
 from hetero_kv.attention.window import WindowBranch
+from hetero_kv.kernels.chunk_attention import reference
+from hetero_kv.kernels.chunk_attention.api import chunk_attention
+from hetero_kv.kernels.chunk_attention.operands import Entries, Rule
+from hetero_kv.kernels.compressor.reference import Pooling
 
 HEADS, DIM, SCALE = 2, 4, 0.5
 
@@ -132,7 +137,7 @@ def window_mask(tokens: int, width: int) -> np.ndarray:
     "width, tokens", [(1, 1), (1, 18), (3, 17), (8, 33), (9, 50), (40, 5), (5, 16)]
 )
 def test_window_in_bands(width: int, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window, "BAND", 8)
+    monkeypatch.setattr(reference, "BAND", 8)
     branch = WindowBranch(width, DIM, "float32")
     q, kv, sinks = draw(2, tokens, HEADS, DIM), draw(2, tokens, DIM), draw(HEADS)
 
@@ -171,7 +176,7 @@ def test_window_of_a_call_and_of_a_step(
     width: int, first: tuple[int, int], columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows before `first` are absent; the two sequences stand at 11 and 2 tokens."""
-    monkeypatch.setattr(window, "BAND", 8)  # so that 21 columns are three bands
+    monkeypatch.setattr(reference, "BAND", 8)  # so that 21 columns are three bands
     branch, start, count = WindowBranch(width, DIM, "float32"), (11, 2), (columns, columns - 2)
     kv, q = draw(2, 11 + columns, DIM), draw(2, columns, HEADS, DIM)
     now = call(start, count, columns, first)
@@ -180,9 +185,15 @@ def test_window_of_a_call_and_of_a_step(
 
     @jax.jit
     def prefill(view: View, now: Call) -> tuple[jax.Array, View]:
-        begin = attend.begin(q.shape[:-1], DIM, None)
-        state, moved = branch.prefill(begin, q, new, view, now, SCALE)
-        return attend.finish(state), moved
+        out = chunk_attention(
+            q,
+            layer=0,
+            start=now.start,
+            count=now.count,
+            window=branch.before(new, view, now),
+            rule=Rule(SCALE),
+        )
+        return out, branch.advance(new, view, now)
 
     @jax.jit
     def decode(view: View, step: Call) -> jax.Array:
@@ -231,8 +242,15 @@ def test_entries_of_a_pool() -> None:
 
         @jax.jit
         def run(view: View, now: Call, pool_: EntryPool = pool_) -> jax.Array:
-            begin = attend.begin(q.shape[:-1], DIM, jnp.asarray(sinks))
-            return attend.finish(pool_.attend(begin, q, view, now, SCALE))
+            return chunk_attention(
+                q,
+                layer=0,
+                start=now.start,
+                count=now.count,
+                entries=Entries(view.leaves["entries"], None),
+                sinks=sinks,
+                rule=Rule(SCALE, ratio, pool_.tile),
+            )
 
         assert int(pool_.tiles(now)) == 2
         results.append(np.asarray(run(view, now)))
@@ -252,8 +270,9 @@ def test_entries_are_counted_where_they_are_written(replay: bool) -> None:
     assert leaves["entries"].row_count(10) == 8  # 5 entries, in whole tiles
     view = View({"entries": jnp.zeros((1, 2, 8, DIM)), "entries_count": jnp.zeros((1, 2), int)}, 0)
     now = call((4, 0), (3, 2), 3)._replace(replay=replay)
-    new, at, count = jnp.ones((2, 2, DIM)), jnp.array([2, 0]), jnp.array([1, 1])
-    after = pool_.append(view, now, at, new, count).leaves
+    how = Pooling(2, DIM, False, Rope(0, 1.0), 1e-6, "float32")
+    tail, raw = jnp.asarray(draw(1, 2, 2, 2 * DIM)), jnp.asarray(draw(2, 3, 2 * DIM))
+    after = pool_.close(view, now, how, jnp.ones(DIM), tail, raw).leaves
     written = np.asarray(after["entries"]).any(axis=-1)[0]
     assert written.tolist() == [
         [i == 2 and not replay for i in range(8)],

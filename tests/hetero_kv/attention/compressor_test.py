@@ -10,6 +10,7 @@ import pytest
 from hetero_kv.attention import ring
 from hetero_kv.attention.compressor import Compressor
 from hetero_kv.attention.rope import Rope
+from hetero_kv.kernels.compressor.reference import close_many, close_one
 from hetero_kv.params import Params
 
 D_MODEL, WIDTH, EPS = 5, 6, 1e-6
@@ -78,7 +79,8 @@ def run_many(made: Compressor, params: Params, before: jax.Array, x: jax.Array, 
     old = made.raw(params, before, column)
     held = ring.advance(held, jnp.zeros_like(start), old, start)
     positions = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)
-    return made.close_many(params, held, made.raw(params, x, positions), start, count)
+    raw = made.raw(params, x, positions)
+    return close_many(made.pooling, params["norm"], held, raw, start, count)
 
 
 @pytest.mark.parametrize("size", [1, 4, 9])
@@ -109,7 +111,7 @@ def run_one(made: Compressor, params: Params, x: jax.Array, position: jax.Array)
     held = jnp.full((x.shape[0], made.keep + made.ratio, 2 * made.series), jnp.nan)
     raw = made.raw(params, x, jnp.arange(x.shape[1], dtype=jnp.int32))
     held = ring.advance(held, jnp.zeros_like(position), raw, position + 1)
-    return made.close_one(params, held, position)
+    return close_one(made.pooling, params["norm"], held, position)
 
 
 @pytest.mark.parametrize("ratio, overlap", CASES)

@@ -13,6 +13,7 @@ from hetero_kv.attention import selection
 from hetero_kv.attention.compressor import Compressor
 from hetero_kv.attention.indexer import Indexer
 from hetero_kv.attention.rope import Rope
+from hetero_kv.kernels.indexer import api
 
 QUERIES, ENTRIES, TILE = 3, 24, 8
 
@@ -73,7 +74,8 @@ def both_ways(
     pool, seen = keys[None], visible[:, None]
     order, low, cut = INDEXER.select_many(q, weights, pool, 0, seen, tiles, size)
     chosen = selection.chosen(order, jnp.arange(keys.shape[1], dtype=jnp.int32), low, cut)
-    index, live = INDEXER.select_one(q, weights, pool, 0, visible, size)
+    picked = api.select(q[:, 0], weights[:, 0], pool, layer=0, visible=visible, k=K, tile=size)
+    index, live = jnp.maximum(picked, 0), picked >= 0
     return INDEXER.scores(q, weights, keys), chosen, index, live
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 GOLDEN = 0x9E3779B1  # odd, so that places are all different
+FIRST, SECOND = 0x85EBCA6B, 0xC2B2AE35
 
 
 def words(rows: jax.Array) -> jax.Array:
@@ -24,15 +25,20 @@ def words(rows: jax.Array) -> jax.Array:
     return bits.astype(jnp.uint32).reshape(rows.shape[0], math.prod(rows.shape[1:]))
 
 
+def salted(salt: int | jax.Array) -> jax.Array:
+    """u32: what a salt adds to every word."""
+    return _mix(jnp.asarray(salt, jnp.uint32) + jnp.uint32(1))
+
+
 def add(total: jax.Array, rows: jax.Array, salt: int | jax.Array) -> jax.Array:
     """Adds rows [k, ...] to the checksums u32[k] of k pages; `salt` tells the parts apart."""
     value = words(rows)
     place = jnp.arange(value.shape[1], dtype=jnp.uint32) * jnp.uint32(GOLDEN)
-    value = _mix(value + place + _mix(jnp.asarray(salt, jnp.uint32) + jnp.uint32(1)))
+    value = _mix(value + place + salted(salt))
     return total + jnp.sum(value, axis=1, dtype=jnp.uint32)
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    x = (x ^ (x >> 16)) * jnp.uint32(FIRST)
+    x = (x ^ (x >> 13)) * jnp.uint32(SECOND)
     return x ^ (x >> 16)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hetero_kv.pages import checksum
+from hetero_kv.kernels.page_copy import checksum
 
 
 def of(rows: np.ndarray, salt: int = 0) -> int:

@@ -1,0 +1,57 @@
+"""Static validation that ops share: shapes and dtypes, with messages that name the value."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hetero_kv.attention.pool import Paged, Pool
+
+TILE = 64  # entries that references read at a time, unless told otherwise
+
+Tree = TypeVar("Tree")
+
+
+def as_jax(tree: Tree) -> Tree:
+    """The same with numpy arrays as JAX arrays; numbers stay what they are."""
+    numpy = (np.ndarray, np.generic)
+    return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, numpy) else x, tree)
+
+
+def shape(name: str, array: Any, want: tuple[int | None, ...], integer: bool = False) -> None:
+    """Raises ValueError where the shape is another (None: any size but 0), or where `integer` and
+    it is not int32."""
+    have = array.shape
+    fits = len(have) == len(want) and all(w in (None, h) for w, h in zip(want, have, strict=True))
+    if not fits or 0 in have:
+        axes = ", ".join("any" if w is None else str(w) for w in want)
+        raise ValueError(f"{name} must be [{axes}] without empty axes, got {list(have)}")
+    if integer and array.dtype != jnp.int32:
+        raise ValueError(f"{name} must be int32, got {array.dtype}")
+
+
+def floating(name: str, array: Any) -> None:
+    """Raises ValueError for a type that is no float, NotImplementedError for a quantised one."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(f"{name} must be of a floating type, got {array.dtype}")
+    if jnp.dtype(array.dtype).itemsize < 2:
+        raise NotImplementedError(
+            f"{name} is {array.dtype}: quantised rows are not implemented; store bfloat16"
+        )
+
+
+def pool(name: str, value: Pool, batch: int, width: int) -> Any:
+    """The array of rows of a pool, checked."""
+    if isinstance(value, Paged):
+        shape(f"{name}.pages", value.pages, (None, None, None, width))
+        shape(f"{name}.read", value.read, (batch, None), integer=True)
+        return value.pages
+    shape(name, value, (None, batch, None, width))
+    return value
+
+
+def tile(size: int, rows: int, paged: bool) -> None:
+    """Raises ValueError where `rows` entries a sequence cannot be read in tiles of `size`."""
+    if not 1 <= size <= rows or (not paged and rows % size):
+        raise ValueError(f"tile={size} must divide the {rows} entries that a sequence can have")

@@ -1,0 +1,1 @@
+"""Decode attention of hybrid layers: one query a sequence over a window and compressed entries."""

@@ -1,0 +1,73 @@
+"""Which implementation of an op runs: by name, or by the platform that it is lowered for.
+
+The platform is that of the lowering, never that of the devices at hand, so that a CPU host can
+lower for accelerators. Two errors, with two meanings: ValueError, the arguments are wrong;
+NotImplementedError, they are right and this backend cannot take them.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+Implementation = Literal["auto", "reference", "pallas_tpu", "pallas_gpu", "interpret"]
+IMPLEMENTATIONS = ("auto", "reference", "pallas_tpu", "pallas_gpu", "interpret")
+
+# What "auto" takes on a platform; the reference on every other. Mosaic GPU needs Hopper or later,
+# which a lowering does not know, so there a kernel runs only by its name.
+AUTO = {"tpu": "pallas_tpu"}
+
+
+def _anything(*arrays: Any) -> None:
+    """Accepts every argument."""
+
+
+class Backend(NamedTuple):
+    """One implementation: both functions take the op's arrays (pytrees).
+
+    check looks at shapes and dtypes only, and raises NotImplementedError where `run` could not.
+    """
+
+    run: Callable
+    check: Callable[..., None] = _anything
+
+
+def call(op: str, backends: Mapping[str, Backend], implementation: str, *arrays: Any) -> Any:
+    """Runs an op.
+
+    Args:
+        op: its name, for messages.
+        backends: by name, all of IMPLEMENTATIONS but "auto" that the op has.
+        implementation: one of IMPLEMENTATIONS. "auto" takes the kernel of the lowering platform
+            where there is one that can, else the reference. Any other name runs that or raises.
+        *arrays: what the backends take.
+
+    Raises:
+        ValueError: there is no implementation of that name.
+        NotImplementedError: the named one cannot take these shapes or dtypes.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{op}: {implementation=}; use one of {IMPLEMENTATIONS}")
+    if implementation != "auto":
+        if implementation not in backends:
+            raise NotImplementedError(f"{op} has no implementation {implementation!r}")
+        backend = backends[implementation]
+        backend.check(*arrays)
+        return backend.run(*arrays)
+    usable = {
+        platform: backends[name].run
+        for platform, name in AUTO.items()
+        if name in backends and _can(backends[name], arrays)
+    }
+    reference = backends["reference"].run
+    if not usable:
+        return reference(*arrays)
+    return jax.lax.platform_dependent(*arrays, **usable, default=reference)
+
+
+def _can(backend: Backend, arrays: tuple) -> bool:
+    try:
+        backend.check(*arrays)
+    except NotImplementedError:
+        return False
+    return True

@@ -1,0 +1,25 @@
+"""What kernels for Mosaic GPU share, whatever the JAX version."""
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+ROWS = 64  # of one product of a warpgroup
+GROUP = 8  # rows of a unit of swizzled memory
+
+_TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters  # before 0.12
+
+
+def load(ref: Any, layout: Any) -> jax.Array:
+    """A whole reference in registers; unlike `ref[...]` with any layout, at any cost."""
+    index = ((),) if _TAKES_INDEX else ()
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def swizzled(*shape: int) -> Any:
+    """Shared memory of bfloat16 that products read; the last axis is a multiple of 64."""
+    transforms = (plgpu.TilingTransform((GROUP, 64)), plgpu.SwizzleTransform(128))
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)

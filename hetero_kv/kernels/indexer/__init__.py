@@ -1,0 +1,1 @@
+"""The lightning indexer of one query a sequence: scores entries by index keys, picks the top k."""

@@ -1,0 +1,243 @@
+"""The indexer for Mosaic GPU (Hopper and later): a block picks the top k of a chunk of entries.
+
+Index keys are streamed by TMA and scored on tensor cores; the scores of a chunk stay in shared
+memory, where its top k is found by bisection, ties cut at an index. What leaves a block are the at
+most k candidates of its chunk, of which XLA takes the top k again.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from hetero_kv.attention.pool import Paged
+from hetero_kv.kernels import hopper, paging, tuning
+from hetero_kv.kernels.hopper import GROUP, ROWS
+from hetero_kv.kernels.indexer.operands import Operands
+
+STAGES = 2
+HIDDEN = -(2**31)  # order key of an entry that is not visible
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """chunk: entries of a block."""
+
+    chunk: int = 2048
+
+    def __post_init__(self):
+        if self.chunk < 128 or self.chunk & (self.chunk - 1) or self.chunk > 16384:
+            raise ValueError(f"tiles: chunk={self.chunk} must be a power of two from 128 to 16384")
+
+
+def key(operands: Operands, k: int) -> str:
+    """The bucket of these shapes in the tuning table."""
+    batch, heads, dim = operands.q.shape
+    capacity = jax.eval_shape(lambda x: paging.view(x, ROWS), operands.keys).capacity
+    return tuning.bucket(batch=batch, heads=heads, dim=dim, k=k, entries=capacity)
+
+
+def choose(operands: Operands, k: int) -> Tiles:
+    """The tile sizes for these shapes: those of the tuning table, else the heuristic."""
+    # Candidates are at most a quarter of what is scored.
+    chunk = max(2048, min(16384, 4 << (k - 1).bit_length()))
+    return tuning.pick("indexer/pallas_gpu", "cuda", key(operands, k), Tiles(chunk))
+
+
+def check(operands: Operands, tiles: Tiles | None = None) -> None:
+    """Raises NotImplementedError for what this kernel cannot take."""
+    keys = operands.keys
+    dtype = keys.pages.dtype if isinstance(keys, Paged) else keys.dtype
+    if operands.q.dtype != jnp.bfloat16 or dtype != jnp.bfloat16:
+        raise NotImplementedError(
+            f"indexer/pallas_gpu: queries of {operands.q.dtype}, keys of {dtype}; bfloat16 only, "
+            "since tensor cores round float32 to 10 bits"
+        )
+    _, heads, dim = operands.q.shape
+    if dim % 64 or dim > 256 or heads > 256:
+        raise NotImplementedError(
+            f"indexer/pallas_gpu: {heads} heads of {dim}; at most 256 heads of a multiple of 64 up "
+            "to 256"
+        )
+    page = jax.eval_shape(lambda x: paging.view(x, ROWS), keys).entries
+    copy = min(page, ROWS)
+    if copy % GROUP or ROWS % copy or page % copy:
+        raise NotImplementedError(
+            f"indexer/pallas_gpu: pages of {page} entries are not made of equal groups of {GROUP} "
+            f"to {ROWS}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    heads: int
+    k: int  # candidates of a chunk
+    chunk: int
+    copy: int  # rows of one TMA copy
+
+
+def run(
+    operands: Operands, *, k: int, tiles: Tiles | None = None, interpret: Any = None
+) -> jax.Array:
+    """See `api.select`; entries come by descending score."""
+    tiles = tiles or choose(operands, k)
+    view = paging.view(operands.keys, ROWS)
+    batch, heads, dim = operands.q.shape
+    visible = jnp.minimum(operands.visible, view.capacity)
+    chunks = -(-view.capacity // tiles.chunk)
+    plan = _Plan(
+        -(-heads // GROUP) * GROUP, min(k, tiles.chunk), tiles.chunk, min(view.entries, ROWS)
+    )
+    pad = plan.heads - heads
+    q = jnp.pad(operands.q, ((0, 0), (0, pad), (0, 0)))
+    weights = jnp.pad(operands.weights.astype(jnp.float32), ((0, 0), (0, pad)))
+    places, missing = _places(plan, view, chunks, visible)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan, dim),
+        out_type=(
+            jax.ShapeDtypeStruct((batch, chunks, plan.k), jnp.float32),
+            jax.ShapeDtypeStruct((batch, chunks, plan.k), jnp.int32),
+        ),
+        grid=(batch, chunks),
+        grid_names=("row", "chunk"),
+        interpret=interpret,
+    )
+    layer = jnp.asarray(operands.layer, jnp.int32).reshape(1)
+    scores, index = kernel(layer, visible, q, weights, places, view.pages)
+    scores, index = scores.reshape(batch, -1), index.reshape(batch, -1)
+    if scores.shape[1] < k:
+        scores = jnp.pad(scores, ((0, 0), (0, k - scores.shape[1])), constant_values=-jnp.inf)
+        index = jnp.pad(index, ((0, 0), (0, k - index.shape[1])), constant_values=-1)
+    _, at = jax.lax.top_k(scores, k)
+    picked = jnp.take_along_axis(index, at, axis=1)
+    # A page that is none reads as NaN, which stands out: its entries are picked first.
+    first = missing[:, None] + jnp.arange(k, dtype=jnp.int32)
+    first = jnp.where(first < visible[:, None], first, -1)
+    return jnp.where(missing[:, None] < visible[:, None], first, picked)
+
+
+def _places(
+    plan: _Plan, view: paging.PageView, chunks: int, visible: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Page and first row of every copy, i32[R, copies, 2], valid ones all; and the first visible
+    entry whose page is none, i32[R]."""
+    steps = chunks * plan.chunk // plan.copy
+    index = jnp.arange(steps, dtype=jnp.int32) * plan.copy
+    column = jnp.broadcast_to(index // view.entries, (view.table.shape[0], steps))
+    page = jnp.take_along_axis(view.table, column, axis=1, mode="fill", fill_value=-1)
+    found = (page >= 0) & (page < view.pages.shape[1])
+    row = jnp.broadcast_to(index % view.entries, page.shape)
+    lost = ~found & (index < visible[:, None])
+    missing = jnp.min(jnp.where(lost, index, 2**30), axis=1)
+    return jnp.stack([jnp.where(found, page, 0), row], axis=-1), missing
+
+
+def _kernel(plan: _Plan, dim: int, *refs: Any) -> None:
+    pl.run_scoped(
+        functools.partial(_body, plan, refs),
+        hopper.swizzled(plan.heads, dim),
+        hopper.swizzled(STAGES, ROWS, dim),
+        plgpu.SMEM((plan.chunk,), jnp.float32),
+        plgpu.SMEM((plan.chunk,), jnp.int32),
+        plgpu.Barrier(),
+        plgpu.Barrier(num_arrivals=ROWS // plan.copy, num_barriers=STAGES),
+    )
+
+
+def _body(plan, refs, q, keys, scores, flags, arrived, full) -> None:
+    layer, visible, q_all, weights, places, pages, out_scores, out_index = refs
+    row, chunk = jax.lax.axis_index("row"), jax.lax.axis_index("chunk")
+    base = chunk * plan.chunk
+    here = jnp.clip(visible[row] - base, 0, plan.chunk)  # entries of the chunk that are seen
+    tiles = jax.lax.div(here + ROWS - 1, ROWS)
+
+    def fetch(t: jax.Array) -> None:
+        slot, many = jax.lax.rem(t, STAGES), ROWS // plan.copy
+        for j in range(many):
+            at = jax.lax.div(base, plan.copy) + t * many + j
+            first = pl.multiple_of(places[row, at, 1], GROUP)
+            source = pages.at[layer[0], places[row, at, 0], pl.ds(first, plan.copy), :]
+            target = keys.at[slot, pl.ds(j * plan.copy, plan.copy), :]
+            plgpu.copy_gmem_to_smem(source, target, full.at[slot])
+
+    @pl.when(tiles > 0)
+    def _score():
+        plgpu.copy_gmem_to_smem(q_all.at[row], q, arrived)
+        fetch(jnp.int32(0))
+        plgpu.barrier_wait(arrived)
+        across = plgpu.Layout.WGMMA.reduce(0)
+        weight = hopper.load(weights.at[row], across)
+        weight = jax.lax.broadcast_in_dim(weight, (ROWS, plan.heads), [1])
+
+        @pl.loop(0, tiles)
+        def _(t):
+            slot = jax.lax.rem(t, STAGES)
+
+            @pl.when(t + 1 < tiles)
+            def _():
+                fetch(t + 1)
+
+            plgpu.barrier_wait(full.at[slot])
+
+            def product(acc):
+                plgpu.wgmma(acc, keys.at[slot], q.transpose((1, 0)))
+                return acc[...]
+
+            dots = pl.run_scoped(product, plgpu.ACC((ROWS, plan.heads), jnp.float32))
+            first = pl.multiple_of(t * ROWS, ROWS)
+            scores[pl.ds(first, ROWS)] = jnp.sum(jnp.maximum(dots, 0.0) * weight, axis=1)
+
+    plgpu.commit_smem()
+    flags[...] = _chosen(plan, scores, here)
+    plgpu.commit_smem()
+
+    def emit(i: jax.Array, count: jax.Array) -> jax.Array:
+        flag = flags[i]
+
+        @pl.when(flag == 1)
+        def _():
+            out_scores[row, chunk, count] = scores[i]
+            out_index[row, chunk, count] = base + i
+
+        return count + flag
+
+    count = jax.lax.fori_loop(0, here, emit, jnp.int32(0))
+
+    @pl.loop(count, plan.k)
+    def _(i):
+        out_scores[row, chunk, i] = jnp.float32(-jnp.inf)
+        out_index[row, chunk, i] = jnp.int32(-1)
+
+
+def _chosen(plan: _Plan, scores: Any, here: jax.Array) -> jax.Array:
+    """i32[chunk]: 1 for the top k of the first `here` scores; of equals, the lower index."""
+    layout = plgpu.Layout.WG_STRIDED((plan.chunk,), vec_size=1)
+    index = plgpu.broadcasted_iota(jnp.int32, (plan.chunk,), 0, layout=layout)
+    values = hopper.load(scores, layout)
+    values = jnp.where(values == 0.0, 0.0, values)  # -0 equals +0
+    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+    order = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+    order = jnp.where(index < here, order, jnp.int32(HIDDEN))
+
+    def count(test: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(test, 1.0, 0.0))
+
+    def raise_bit(b: jax.Array, low: jax.Array) -> jax.Array:
+        trial = low | jax.lax.shift_left(jnp.int32(1), jnp.int32(31) - b)
+        return jnp.where(count(order >= (trial ^ HIDDEN)) >= plan.k, trial, low)
+
+    low = jax.lax.fori_loop(0, 32, raise_bit, jnp.int32(0)) ^ HIDDEN
+    spare = plan.k - count(order > low)
+
+    def lower_cut(b: jax.Array, cut: jax.Array) -> jax.Array:
+        trial = cut + jax.lax.shift_left(jnp.int32(1), jnp.int32(bits_of_chunk - 1) - b)
+        return jnp.where(count((order == low) & (index < trial)) <= spare, trial, cut)
+
+    bits_of_chunk = plan.chunk.bit_length()
+    cut = jax.lax.fori_loop(0, bits_of_chunk, lower_cut, jnp.int32(0))
+    chosen = (order > low) | ((order == low) & (index < cut))
+    return jnp.where(chosen & (order != HIDDEN), 1, 0)

@@ -1,0 +1,29 @@
+"""Interpreters that run a kernel on a CPU, in their strict settings.
+
+Uninitialised memory is NaN, out-of-bounds reads raise, races are looked for. An interpreter shows
+that a kernel computes the right thing; it does not show that a device's compiler takes it.
+"""
+
+from typing import Any
+
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+
+
+def tpu() -> Any:
+    """What `pl.pallas_call(interpret=...)` takes for a TPU kernel."""
+    return pltpu.InterpretParams(
+        uninitialized_memory="nan", out_of_bounds_reads="raise", detect_races=True
+    )
+
+
+def gpu(detect_races: bool = True) -> Any:
+    """What `plgpu.kernel(interpret=...)` takes.
+
+    Raises NotImplementedError where this JAX has no interpreter of Mosaic GPU (before 0.12).
+    """
+    if not hasattr(plgpu, "InterpretGPUParams"):
+        raise NotImplementedError("this JAX has no interpreter of Mosaic GPU kernels; 0.12 has one")
+    return plgpu.InterpretGPUParams(
+        uninitialized_memory="nan", out_of_bounds_reads="raise", detect_races=detect_races
+    )

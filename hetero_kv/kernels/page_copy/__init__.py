@@ -1,0 +1,1 @@
+"""Pages between a pool and a staging buffer, compared and summed up while they are copied."""

@@ -1,0 +1,67 @@
+"""The GPU kernel of the indexer against the equations, interpreted (newest JAX only)."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from hetero_kv.kernels.checks import as_jax
+from hetero_kv.kernels.indexer import pallas_gpu
+from hetero_kv.kernels.indexer.operands import Operands
+from tests.hetero_kv.kernels import strict
+from tests.hetero_kv.kernels.indexer import oracle
+from tests.hetero_kv.kernels.indexer.oracle import Case
+
+SIZES = dict(heads=5, dim=64, dtype="bfloat16", capacity=256)
+CASES = {
+    "ties": Case(visible=(60, 256), k=24, values=1, **SIZES),
+    "normal": Case(visible=(0, 200), k=8, page=64, **SIZES),
+    "k beyond what is visible": Case(visible=(3, 100), k=140, page=32, values=2, **SIZES),
+    "contiguous": Case(visible=(129, 256), k=8, page=0, values=3, **SIZES),
+}
+TILES = pallas_gpu.Tiles(chunk=128)
+
+
+def _operands(data: oracle.Data) -> Operands:
+    return as_jax(Operands(data.q, data.weights, data.layer, data.keys, data.visible))
+
+
+def _run(operands: Operands, k: int) -> np.ndarray:
+    interpreter = strict.gpu_interpreter()
+    run = functools.partial(pallas_gpu.run, k=k, tiles=TILES, interpret=interpreter)
+    return np.asarray(jax.jit(run)(operands))
+
+
+@pytest.mark.parametrize("name", strict.quick(CASES, "ties"))
+def test_gpu_kernel_is_what_the_equations_say(name: str) -> None:
+    case = CASES[name]
+    data = oracle.make(case)
+    operands = _operands(data)
+    pallas_gpu.check(operands)
+    picked = _run(operands, case.k)
+    for r, scores in enumerate(data.scores):
+        oracle.compare(picked[r], scores, case.k, 0.0 if case.values else 1e-2)
+
+
+def test_entries_of_a_page_that_is_none_stand_out() -> None:
+    case = CASES["ties"]
+    data = oracle.make(case)
+    table = data.keys.read.copy()
+    table[1, 2] = -1
+    picked = _run(_operands(data)._replace(keys=as_jax(data.keys._replace(read=table))), case.k)
+    assert set(range(16, 24)) <= set(picked[1].tolist())
+    oracle.compare(picked[0], data.scores[0], case.k, 0.0)
+
+
+def test_what_it_cannot_take_is_told() -> None:
+    for changes, message in [
+        (dict(dtype="float32"), "bfloat16 only"),
+        (dict(dim=32), "multiple of 64"),
+        (dict(page=4), "equal groups"),
+    ]:
+        case = Case(visible=(40,), k=8, **{**SIZES, **changes})
+        with pytest.raises(NotImplementedError, match=message):
+            pallas_gpu.check(_operands(oracle.make(case)))
+    with pytest.raises(ValueError, match="power of two"):
+        pallas_gpu.Tiles(chunk=100)

@@ -1,0 +1,45 @@
+"""What a function writes to device memory, read off its jaxpr without running it."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend import core
+
+ON_CHIP = ("pallas_call", "mpmd_map", "core_map", "run_scoped")  # what is inside stays on the chip
+
+
+def arrays(run: Callable, *args: Any) -> list[tuple[int, ...]]:
+    """Shapes of every array that `run(*args)` makes, those within kernels left out.
+
+    args: arrays, or `jax.ShapeDtypeStruct`. An output that has the memory of an input (a pool that
+    a kernel updates in place) is not made anew and not in the list.
+    """
+    return [tuple(shape) for shape in _made(jax.make_jaxpr(run)(*args).jaxpr)]
+
+
+def largest(run: Callable, *args: Any) -> int:
+    """Values in the largest of `arrays`."""
+    return max((math.prod(shape) for shape in arrays(run, *args)), default=0)
+
+
+def _made(jaxpr: core.Jaxpr) -> Iterator[tuple[int, ...]]:
+    for equation in jaxpr.eqns:
+        name, outs = equation.primitive.name, equation.outvars
+        inner = [] if name in ON_CHIP else list(_jaxprs(equation))
+        for one in inner:
+            yield from _made(one)
+        if name == "pallas_call":
+            in_place = {out for _, out in equation.params["input_output_aliases"]}
+            outs = [x for i, x in enumerate(outs) if i not in in_place]
+        if not inner and name != "reshape":  # a view
+            yield from (x.aval.shape for x in outs if hasattr(x.aval, "shape"))
+
+
+def _jaxprs(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
+    kinds = core.Jaxpr | core.ClosedJaxpr
+    params = list(equation.params.values())
+    for leaf in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, kinds)):
+        if isinstance(leaf, kinds):
+            yield leaf.jaxpr if isinstance(leaf, core.ClosedJaxpr) else leaf
