@@ -318,7 +318,8 @@ def writable(pages: PageTable, owners: jax.Array, loads: bool = False) -> jax.Ar
     which may also write to LOADING ones.
     """
     ids = pages.table
-    own = jnp.all(pages.column("owner", ids) == owners[:, None], axis=-1)
+    same = pages.column("owner", ids) == owners[:, None]
+    own = same[..., 0] & same[..., 1]  # a reduction would not fuse
     own &= jnp.any(owners != 0, axis=-1)[:, None]
     form = pages.column("form", ids)
     open_ = (form == WRITING) | (form == LOADING) if loads else form == WRITING

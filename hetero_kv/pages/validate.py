@@ -144,7 +144,7 @@ def check(
                 found |= _not_finite(spec, cache, seen)
             if sealed:
                 found |= _changed(spec, cache, seen)
-            bits[name] = bits[name] | found
+            bits[name] = bits[name] | _any(found)
     parts = jnp.stack([bits[name] != 0 for name in names[:-1]], axis=-1)
     partly = jnp.any(parts, axis=-1) & ~jnp.all(parts, axis=-1)
     bits[validate.LENGTHS] = bits[validate.LENGTHS] | validate.bit(partly, validate.JOINT)
@@ -155,7 +155,10 @@ def check(
 
 
 class _Columns:
-    """The block tables of one component, [R, n], beside what lengths i32[R] ask of them."""
+    """The block tables of one component, [R, n], beside what lengths i32[R] ask of them.
+
+    Each check gives bits u32[R, n].
+    """
 
     def __init__(self, page: PageSpec, pages: PageTable, length: jax.Array):
         self.page, self.pages, self.length = page, pages, length
@@ -168,30 +171,32 @@ class _Columns:
 
     def missing(self) -> jax.Array:
         fine = (self.form == table.WRITING) | (self.form == table.COMPLETE)
-        return _any(self.read & ~fine, validate.MISSING)
+        return validate.bit(self.read & ~fine, validate.MISSING)
 
     def counted(self) -> jax.Array:
         count = self.pages.column("count", self.ids)
         wrong = (self.form == table.WRITING) & (count != self.held)
         wrong |= (self.form == table.COMPLETE) & (count < self.held)
-        return _any(wrong, validate.VALID)
+        return validate.bit(wrong, validate.VALID)
 
     def leased(self, generation: jax.Array, owner: jax.Array, stop: jax.Array) -> jax.Array:
         """Of pages that are read, or written on the way to `stop`."""
         used = self.column < paged.pages_for(self.page, stop)[:, None]
         stale = self.pages.column("generation", self.ids, -1) != generation
-        other = jnp.any(self.pages.column("owner", self.ids) != owner, axis=-1)
-        return _any(used & stale, validate.GENERATION) | _any(used & other, validate.OWNER)
+        differs = self.pages.column("owner", self.ids) != owner
+        other = differs[..., 0] | differs[..., 1]  # a reduction would not fuse
+        found = validate.bit(used & stale, validate.GENERATION)
+        return found | validate.bit(used & other, validate.OWNER)
 
     def written(self, may: jax.Array, start: jax.Array, stop: jax.Array) -> jax.Array:
         before, after = (self.page.contract.count(x)[:, None] for x in (start, stop))
         first, last = before // self.page.entries, paged.pages_for(self.page, stop)[:, None]
         new = (self.column >= first) & (self.column < last) & (after > before)
-        return _any(new & (may >= self.pages.size), validate.WRITE)
+        return validate.bit(new & (may >= self.pages.size), validate.WRITE)
 
 
 def _not_finite(spec: CacheSpec, cache: Cache, seen: _Columns) -> jax.Array:
-    found = jnp.zeros(seen.length.shape, jnp.uint32)
+    found = jnp.zeros(seen.ids.shape, jnp.uint32)
     row = jnp.arange(seen.page.entries, dtype=jnp.int32)
     for slot in history_slots(spec)[seen.page.component]:
         pool = cache.leaf(slot)
@@ -199,7 +204,7 @@ def _not_finite(spec: CacheSpec, cache: Cache, seen: _Columns) -> jax.Array:
             bad = ~jnp.all(jnp.isfinite(pool), axis=(0, *range(3, pool.ndim)))  # [P, e]
             bad = bad.at[seen.ids].get(mode="fill", fill_value=False)  # [R, n, e]
             bad = jnp.any(bad & (row < seen.held[..., None]), axis=-1)
-            found |= _any(bad, validate.NONFINITE)
+            found |= validate.bit(bad, validate.NONFINITE)
     return found
 
 
@@ -208,9 +213,9 @@ def _changed(spec: CacheSpec, cache: Cache, seen: _Columns) -> jax.Array:
     sums = paged.checksums(spec, cache, seen.page.component, ids)
     bad = (sums != seen.pages.checksum) & (seen.pages.form == table.COMPLETE)
     bad = bad.at[seen.ids].get(mode="fill", fill_value=False)
-    return _any(bad & seen.read, validate.CHECKSUM)
+    return validate.bit(bad & seen.read, validate.CHECKSUM)
 
 
-def _any(wrong: jax.Array, bit: int) -> jax.Array:
-    """bool[R, n] to u32[R]."""
-    return validate.bit(jnp.any(wrong, axis=1), bit)
+def _any(bits: jax.Array) -> jax.Array:
+    """u32[R, n] to u32[R]: one reduction for all reasons."""
+    return jax.lax.reduce(bits, jnp.uint32(0), jax.lax.bitwise_or, (1,))
