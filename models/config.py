@@ -39,14 +39,14 @@ class DecoderConfig:
     n_kv_heads: int = 2  # grouped-query layers ("full", "local") only
     qk_norm: bool = True  # grouped-query layers only
 
-    # Compressed branches. Ratios are tokens per entry.
+    # Compressed branches, and the indexer ("csa", "mla"). Ratios are tokens per entry.
     csa_ratio: int = 4
     hca_ratio: int = 128
     csa_overlap: bool = True  # an entry pools the previous group as well
     indexer: bool = True  # False: every visible entry is attended
     index_heads: int = 8
     index_dim: int = 16
-    index_topk: int = 8  # entries; -1: all visible ones
+    index_topk: int = 8  # entries ("mla": tokens); -1: all visible ones
 
     # Positions.
     rope_theta: float = 10_000.0  # "swa" and "full" layers

@@ -97,7 +97,7 @@ class Decoder:
 
         Differentiable, without a cache, equal to `prefill` to 1e-5. select="all" attends every
         visible entry (dense warm-up of the indexer). Auxiliaries: "indexer_kl" f32[], "targets"
-        and "index_scores" per CSA layer.
+        and "index_scores" per layer with an indexer.
         """
         if select not in ("topk", "all"):
             raise ValueError(f"select must be 'topk' or 'all', got {select!r}")

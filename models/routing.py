@@ -54,7 +54,7 @@ class Router:
             )
         if picks > size * self.groups_kept:
             raise ValueError(
-                f"{picks=} experts of {self.groups_kept} groups of {size} are too many"
+                f"{picks=} experts cannot be in {self.groups_kept} groups of {size}; keep more"
             )
 
     def params(self, experts: int) -> ParamTree:

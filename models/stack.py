@@ -136,7 +136,7 @@ class Stack:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """tokens i32[B, T] to logits f32[B, T, V]; auxiliaries (see `Compressed.forward`).
 
-        "indexer_kl" is the mean over CSA layers; "targets" and "index_scores" are lists.
+        "indexer_kl" is the mean over layers with an indexer; the others are lists.
         """
         batch, length = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))

@@ -44,9 +44,8 @@ class DilatedWindow(WindowBranch):
 
     def rows(self, view, call):
         rows, live = super().rows(view, call)
-        slot = jax.numpy.arange(self.width)
-        last = call.start[:, None]
-        return rows, live & ((last - (last - (last - slot) % self.width)) % self.step == 0)
+        back = (call.start[:, None] - jax.numpy.arange(self.width)) % self.width
+        return rows, live & (back % self.step == 0)
 
     def leaves(self):
         named = {"component": "dilated windows"}

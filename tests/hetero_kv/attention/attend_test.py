@@ -125,6 +125,24 @@ def test_grouped_heads() -> None:
         np.testing.assert_allclose(found[0, :, g], want, atol=2e-6)
 
 
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_the_form_of_rows_of_keys_and_values(softcap: float) -> None:
+    """A mask per group, and logits that are capped."""
+    groups, per_group, keys = 2, 2, 6
+    q, rows = draw(1, 3, groups, per_group, DIM), draw(1, keys, 2 * groups * DIM)
+    mask = np.random.default_rng(4).random((1, 3, groups, keys)) < 0.7
+    form = attend.Form(groups, softcap)
+    state = form.add(attend.begin(q.shape[:-1], DIM, None), q, rows, mask, SCALE)
+    found = np.asarray(attend.finish(state))
+    k, v = rows[0].astype(np.float64).reshape(keys, 2, groups, DIM).swapaxes(0, 1)
+    for s, g, h in itertools.product(range(3), range(groups), range(per_group)):
+        seen = np.flatnonzero(mask[0, s, g])
+        logit = k[seen, g] @ q[0, s, g, h] * SCALE
+        weight = np.exp(softcap * np.tanh(logit / softcap) if softcap else logit)
+        want = weight @ v[seen, g] / max(weight.sum(), 1e-30)
+        np.testing.assert_allclose(found[0, s, g, h], want, atol=2e-6)
+
+
 # -- windows ---------------------------------------------------------------------------------------
 
 

@@ -124,3 +124,42 @@ def test_tables_broadcast_over_heads() -> None:
 def test_bad_sizes_are_refused(dim: int) -> None:
     with pytest.raises(ValueError, match="even"):
         Rope(dim, 100.0)
+
+
+def test_pairs_in_halves_are_the_same_rotation_of_other_channels() -> None:
+    positions, x = (
+        np.array([0, 3, 200], np.int32),
+        np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32),
+    )
+    near, far = Rope(6, 100.0), Rope(6, 100.0, halves=True)
+    # Channels 2 + i and 5 + i become neighbours.
+    order = np.concatenate([[0, 1], 2 + np.arange(6).reshape(2, 3).T.reshape(-1)])
+    want = np.asarray(rotate(x[:, order], table(near, positions)))
+    got = np.asarray(rotate(x, table(far, positions), halves=True))
+    np.testing.assert_allclose(got[:, order], want, atol=1e-6)
+    back = rotate(got, table(far, positions), inverse=True, halves=True)
+    np.testing.assert_allclose(back, x, atol=1e-5)
+
+
+def test_stretched_positions() -> None:
+    positions = np.array([0, 8, 800], np.int32)
+    long, short = (
+        table(Rope(6, 100.0, stretch=8.0), positions),
+        table(Rope(6, 100.0), positions // 8),
+    )
+    np.testing.assert_allclose(long.cos, short.cos, atol=1e-5)
+    with pytest.raises(ValueError, match="stretch"):
+        Rope(6, 100.0, stretch=0.0)
+
+
+def test_a_ramp_between_channels_and_a_temperature() -> None:
+    """Without truncation the ramp begins where the wavelength says, not at a whole channel."""
+    yarn = Yarn(4.0, 256, 8.0, 1.0, truncate=False, temperature=1.25)
+    made, base = Rope(8, 100.0, yarn).frequencies(), exact_frequencies(8, 100.0)
+    at = [8 * np.log(256 / (turns * 2 * np.pi)) / (2 * np.log(100.0)) for turns in (8.0, 1.0)]
+    ramp = np.clip((np.arange(4) - at[0]) / (at[1] - at[0]), 0, 1)
+    np.testing.assert_allclose(made, base * (1 - ramp) + base / 4 * ramp, rtol=1e-6)
+    hot, cold = (
+        table(Rope(8, 100.0, x), np.array([7])) for x in (yarn, yarn._replace(temperature=1.0))
+    )
+    np.testing.assert_allclose(hot.cos, 1.25 * np.asarray(cold.cos), rtol=1e-6)
