@@ -36,6 +36,8 @@ def check_config(config: DecoderConfig) -> None:
             "embed_scale must be > 0 and final_softcap >= 0, got "
             f"{config.embed_scale} and {config.final_softcap}"
         )
+    if config.normed_residual and config.hc_streams:
+        raise ValueError("normed_residual has no place beside hc_streams; set one of them to 0")
     if config.yarn_factor < 0:
         raise ValueError(f"yarn_factor={config.yarn_factor} must be >= 0 (0: no YaRN)")
 
