@@ -30,6 +30,7 @@ BASE: Mapping[str, Any] = dict(
 )
 TURNS: Mapping[str, Any] = dict(num_hidden_layers=2, layer_types=[LINEAR, FULL])
 
+TOLERANCE = 2e-4
 CASES = (
     FamilyCase("three_to_one", {}),
     FamilyCase(

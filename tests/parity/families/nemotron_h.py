@@ -32,6 +32,7 @@ BASE: Mapping[str, Any] = dict(
     initializer_range=0.3,
 )
 
+TOLERANCE = 2e-4
 CASES = (
     FamilyCase("experts_between", {}),
     FamilyCase(
