@@ -8,11 +8,12 @@ from typing import Union
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 ParamTree = Mapping[str, Union["ParamSpec", "ParamTree"]]
 Params = dict  # nested dict of jax.Array, the shape of a ParamTree
 
-INITS = ("normal", "fan_in", "zeros", "ones", "expert_table")
+INITS = ("normal", "fan_in", "zeros", "ones", "slopes", "expert_table")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +21,8 @@ class ParamSpec:
     """One weight. `x @ w` orientation: matrices are [in, out].
 
     init: "fan_in" = normal with std 1/sqrt(in), "normal" = normal with std `scale`, "zeros",
-        "ones", "expert_table" = per row a random choice of distinct integers below `scale`.
+        "ones", "slopes" = see `slopes`, "expert_table" = per row a random choice of distinct
+        integers below `scale`.
     axes: one logical name per axis, for sharding rules.
     """
 
@@ -41,6 +43,8 @@ class ParamSpec:
             return jnp.zeros(self.shape, dtype)
         if self.init == "ones":
             return jnp.ones(self.shape, dtype)
+        if self.init == "slopes":
+            return jnp.asarray(slopes(*self.shape), dtype)
         if self.init == "expert_table":
             rows, picks = self.shape
             choose = jax.vmap(
@@ -51,6 +55,11 @@ class ParamSpec:
         if self.init == "fan_in":
             std = self.scale / math.sqrt(self.shape[-2] if len(self.shape) > 1 else self.shape[-1])
         return (std * jax.random.normal(key, self.shape, jnp.float32)).astype(dtype)
+
+
+def slopes(heads: int) -> np.ndarray:
+    """f64[heads], `2^(-8 (i + 1) / heads)` (ALiBi, arXiv 2108.12409)."""
+    return 2.0 ** (-8.0 * (1 + np.arange(heads)) / heads)
 
 
 def map_tree(

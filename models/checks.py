@@ -43,6 +43,8 @@ def check_config(config: DecoderConfig) -> None:
         )
     if config.kernels not in IMPLEMENTATIONS:
         raise ValueError(f"kernels={config.kernels!r}: use one of {IMPLEMENTATIONS}")
+    if config.normed_residual and config.hc_streams:
+        raise ValueError("normed_residual has no place beside hc_streams; set one of them to 0")
     if config.yarn_factor < 0:
         raise ValueError(f"yarn_factor={config.yarn_factor} must be >= 0 (0: no YaRN)")
 

@@ -70,6 +70,9 @@ class DecoderConfig:
     hc_eps: float = 1e-6
 
     sandwich_norms: bool = False  # norms behind attention and MLP too, before the residual
+    # A layer adds what a part gives to that part's normed input (MiniMax-01). Fields
+    # residual_factor and output_factor of a layer's or an MLP's type scale the two.
+    normed_residual: bool = False
     embed_scale: float = 1.0  # factor of embeddings
     final_softcap: float = 0.0  # logits become cap * tanh(logits / cap); 0: they stay
     norm_eps: float = 1e-6

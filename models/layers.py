@@ -2,9 +2,11 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from hetero_kv.attention import registry
 from hetero_kv.attention.call import Call, Mechanism, Train, View
@@ -24,9 +26,37 @@ FORMS: dict[str, Callable[[Fields], FeedForward | None]] = {
 }
 
 
+FACTORS = ("residual_factor", "output_factor")
+
+
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """How a part's output y joins its input x: `kept x + taken y`. normed: x is normed."""
+
+    normed: bool = False
+    kept: float = 1.0
+    taken: float = 1.0
+
+    @classmethod
+    def of(cls, config: DecoderConfig, own: Mapping[str, Any]) -> "Residual":
+        """From the fields of a layer's or an MLP's type."""
+        return cls(config.normed_residual, *(own.get(name, 1.0) for name in FACTORS))
+
+    def __call__(self, x: jax.Array, normed: jax.Array, y: jax.Array) -> jax.Array:
+        """x, its norm, and y, [R, S, d] each."""
+        x = normed if self.normed else x
+        x = x if self.kept == 1.0 else x * jnp.asarray(self.kept, x.dtype)
+        return x + (y if self.taken == 1.0 else y * jnp.asarray(self.taken, y.dtype))
+
+
+def _own(table: Mapping[str, Mapping[str, Any]], kind: str) -> dict[str, Any]:
+    """A type's own fields, without those of its residual."""
+    return {name: x for name, x in table.get(kind, {}).items() if name not in FACTORS}
+
+
 def attention(config: DecoderConfig, kind: str) -> Mechanism:
     """The mechanism of one layer type: a name in `config.attention`, or that of a mechanism."""
-    own = dict(config.attention.get(kind, {}))
+    own = _own(config.attention, kind)
     build = registry.find(own.pop("mechanism", kind))
     fields = Fields(config, kind, own)
     made = build(fields)
@@ -37,7 +67,7 @@ def attention(config: DecoderConfig, kind: str) -> Mechanism:
 
 def feed_forward(config: DecoderConfig, kind: str) -> FeedForward | None:
     """The feed-forward part of one MLP type: a name in `config.mlps`, or that of a form."""
-    own = dict(config.mlps.get(kind, {}))
+    own = _own(config.mlps, kind)
     form = own.pop("form", kind)
     if form not in FORMS:
         raise ValueError(f"unknown MLP type {form!r} in mlp_types; use one of {tuple(FORMS)}")
@@ -70,6 +100,7 @@ class Layer:
     d_model: int
     eps: float
     sandwich: bool = False
+    residuals: tuple[Residual, Residual] = (Residual(), Residual())  # of attention, of the MLP
 
     def params(self) -> ParamTree:
         """Weights of one layer."""
@@ -97,10 +128,13 @@ class Layer:
         u, gates = x, None
         if self.hyper is not None:
             u, gates = self.hyper.read(params[f"{name}_hc"], x)
-        y, extra = run(rms_norm(u, params[f"{name}_norm"], self.eps))
+        normed = rms_norm(u, params[f"{name}_norm"], self.eps)
+        y, extra = run(normed)
         if self.sandwich:
             y = rms_norm(y, params[f"{name}_post_norm"], self.eps)
-        return (x + y if gates is None else self.hyper.write(x, y, gates)), extra
+        if gates is not None:
+            return self.hyper.write(x, y, gates), extra
+        return self.residuals[name == "mlp"](x, normed, y), extra
 
     def _mlp(self, params: Params, x: jax.Array, tokens: jax.Array, differentiable: bool):
         if self.mlp is None:
@@ -144,4 +178,8 @@ def layer(config: DecoderConfig, attention_kind: str, mlp_kind: str) -> Layer:
         config.d_model,
         config.norm_eps,
         config.sandwich_norms,
+        (
+            Residual.of(config, config.attention.get(attention_kind, {})),
+            Residual.of(config, config.mlps.get(mlp_kind, {})),
+        ),
     )

@@ -30,19 +30,28 @@ GATES = {
 }
 
 
+PLAIN = {"relu2": lambda up: jnp.square(jax.nn.relu(up))}  # without a gate
+
+
 @dataclasses.dataclass(frozen=True)
 class Unit:
     """A gated linear unit; gate is clipped above and up both ways at `limit`, 0: never.
 
-    act: one of GATES.
+    act: one of GATES, or of PLAIN: then there is no gate, and `gate_up` is up alone.
     """
 
     limit: float = 0.0
     act: str = "silu"
 
     def __post_init__(self):
-        if self.act not in GATES:
-            raise ValueError(f"unknown activation {self.act!r}; use one of {tuple(GATES)}")
+        if self.act not in (*GATES, *PLAIN):
+            raise ValueError(f"unknown activation {self.act!r}; use one of {(*GATES, *PLAIN)}")
+        if self.act in PLAIN and self.limit:
+            raise ValueError(f"{self.act!r} has no gate to clip: swiglu_limit must be 0")
+
+    def columns(self, width: int) -> int:
+        """Columns of `gate_up` for a unit of `width`."""
+        return width if self.act in PLAIN else 2 * width
 
     def __call__(
         self,
@@ -52,20 +61,24 @@ class Unit:
         gate_up_bias: jax.Array | None = None,
         down_bias: jax.Array | None = None,
     ) -> jax.Array:
-        """x [..., d] with weights [d, 2f] and [f, d]."""
+        """x [..., d] with weights [d, columns(f)] and [f, d]."""
         both = jnp.matmul(x, gate_up)
         if gate_up_bias is not None:
             both = both + gate_up_bias
-        gate, up = jnp.split(both, 2, axis=-1)
-        if self.limit:
-            gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
-        y = jnp.matmul(GATES[self.act](gate, up), down)
+        if self.act in PLAIN:
+            inner = PLAIN[self.act](both)
+        else:
+            gate, up = jnp.split(both, 2, axis=-1)
+            if self.limit:
+                gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+            inner = GATES[self.act](gate, up)
+        y = jnp.matmul(inner, down)
         return y if down_bias is None else y + down_bias
 
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """A gated linear unit of width d_ff."""
+    """A linear unit of width d_ff."""
 
     d_model: int
     d_ff: int
@@ -81,7 +94,7 @@ class Dense:
     def params(self) -> ParamTree:
         """gate_up: gate columns first, then up."""
         return {
-            "gate_up": ParamSpec((self.d_model, 2 * self.d_ff)),
+            "gate_up": ParamSpec((self.d_model, Unit(act=self.act).columns(self.d_ff))),
             "down": ParamSpec((self.d_ff, self.d_model)),
         }
 
@@ -109,6 +122,8 @@ class MoE:
     router: Router = ROUTER
     act: str = "silu"
     bias: bool = False  # of the experts' two products
+    shared_ff: int = 0  # width of the shared expert; 0: n_shared * d_ff
+    shared_gate: bool = False  # the shared expert's output is times a sigmoid of its own
 
     def __post_init__(self):
         if not 1 <= self.picks <= self.experts:
@@ -119,7 +134,8 @@ class MoE:
 
     @classmethod
     def of(cls, fields: Fields, hashed: bool = False) -> "MoE":
-        """From an MLP type's fields; its own: activation, mlp_bias, and those of `Router.of`."""
+        """From an MLP type's fields; its own: activation, mlp_bias, shared_ff, shared_gate, and
+        those of `Router.of`."""
         return cls(
             fields.d_model,
             fields.d_ff,
@@ -134,6 +150,8 @@ class MoE:
             Router.of(fields),
             fields.get("activation", "silu"),
             fields.get("mlp_bias", False),
+            fields.get("shared_ff", 0),
+            fields.get("shared_gate", False),
         )
 
     @property
@@ -146,7 +164,7 @@ class MoE:
         d, f, e = self.d_model, self.d_ff, self.experts
         tree: dict = {
             "router": ParamSpec((d, e), "normal", self.router_scale),
-            "gate_up": ParamSpec((e, d, 2 * f)),
+            "gate_up": ParamSpec((e, d, self.unit.columns(f))),
             "down": ParamSpec((e, f, d)),
         }
         tree |= self.router.params(e)
@@ -154,10 +172,13 @@ class MoE:
             tree.pop("bias", None)
             tree["table"] = ParamSpec((self.vocab, self.picks), "expert_table", e, "int32")
         if self.bias:
-            tree["gate_up_bias"] = ParamSpec((e, 2 * f), "zeros")
+            tree["gate_up_bias"] = ParamSpec((e, self.unit.columns(f)), "zeros")
             tree["down_bias"] = ParamSpec((e, d), "zeros")
         if self.n_shared:
-            tree["shared"] = Dense(d, self.n_shared * f, self.limit).params()
+            wide = self.shared_ff or self.n_shared * f
+            tree["shared"] = Dense(d, wide, self.limit, self.act).params()
+            if self.shared_gate:
+                tree["shared"] |= {"gate": ParamSpec((d, 1))}
         return tree
 
     def apart(self, params: Params, axis: int = 0) -> Params:
@@ -203,7 +224,10 @@ class MoE:
         y = y.astype(x.dtype)
         if self.n_shared:
             shared = params["shared"]
-            y = y + self.unit(flat, shared["gate_up"], shared["down"])
+            own = self.unit(flat, shared["gate_up"], shared["down"])
+            if self.shared_gate:
+                own = own * jax.nn.sigmoid(jnp.matmul(flat, shared["gate"]))
+            y = y + own
         return y.reshape(x.shape)
 
     def _expert(self, params: Params, x: jax.Array, expert: int | jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
 """Grouped-query heads: several query heads share one key and one value head (arXiv 2305.13245).
 
-Optional norms of queries and keys, biases, sinks, a cap on the logits and a scale of its own. A
-cached row of a token is its keys and then its values, keys rotated. Used by full and local layers.
+Optional norms of queries and keys, biases, sinks, a cap on the logits, a scale of its own, a
+sigmoid gate on the output (as in Qwen3-Next). A cached row of a token is its keys and then its
+values, keys rotated. Used by full and local layers.
 """
 
 import dataclasses
@@ -32,6 +33,8 @@ class GroupedHeads:
     cache_dtype: str
     bias: bool = False
     softcap: float = 0.0
+    gate: bool = False  # columns of `q` are then, by head, the query's and the gate's
+    rope_first: bool = False  # the first channels of a head are rotated, not the last
 
     def __post_init__(self):
         if self.heads % self.kv_heads:
@@ -43,7 +46,8 @@ class GroupedHeads:
 
     @classmethod
     def of(cls, fields: Fields) -> "GroupedHeads":
-        """From a layer type's fields; its own: rope, attn_scale, attn_softcap, attn_bias."""
+        """From a layer type's fields; its own: rope, rope_first, attn_scale, attn_softcap,
+        attn_bias, attn_gate."""
         return cls(
             d_model=fields.d_model,
             heads=fields.n_heads,
@@ -57,6 +61,8 @@ class GroupedHeads:
             cache_dtype=fields.cache_dtype,
             bias=fields.get("attn_bias", False),
             softcap=fields.get("attn_softcap", 0.0),
+            gate=fields.get("attn_gate", False),
+            rope_first=fields.get("rope_first", False),
         )
 
     @property
@@ -72,7 +78,7 @@ class GroupedHeads:
     def params(self) -> ParamTree:
         """Projections, optional biases, optional norms of q and k, optional sinks."""
         wide, narrow = self.heads * self.dim, self.kv_heads * self.dim
-        sizes = {"q": wide, "k": narrow, "v": narrow}
+        sizes = {"q": 2 * wide if self.gate else wide, "k": narrow, "v": narrow}
         tree = {name: ParamSpec((self.d_model, size)) for name, size in sizes.items()}
         tree["o"] = ParamSpec((wide, self.d_model))
         if self.bias:
@@ -91,18 +97,27 @@ class GroupedHeads:
         y = jnp.matmul(x, params[name])
         return y + params[f"{name}_bias"] if self.bias else y
 
+    def _queries(self, params: Params, x: jax.Array) -> jax.Array:
+        """[R, S, H, c], or [R, S, H, 2 c] with gates."""
+        return self._linear(params, "q", x).reshape(*x.shape[:-1], self.heads, -1)
+
+    def _turn(self, x: jax.Array, turn: Table) -> jax.Array:
+        if not self.rope_first:
+            return rotate(x, turn, halves=self.rope.halves)
+        first, rest = x[..., : self.rope.dim], x[..., self.rope.dim :]
+        return jnp.concatenate([rotate(first, turn, halves=self.rope.halves), rest], axis=-1)
+
     def project(self, params: Params, x: jax.Array, turn: Table) -> tuple[jax.Array, jax.Array]:
         """q [R, S, G, h, c] and the rows to cache [R, S, 2 * G * c] of x [R, S, d]."""
         lead = x.shape[:-1]
-        q = self._linear(params, "q", x).reshape(*lead, self.heads, self.dim)
+        q = self._queries(params, x)[..., : self.dim]
         k = self._linear(params, "k", x).reshape(*lead, self.kv_heads, self.dim)
         v = self._linear(params, "v", x)
         if self.qk_norm:
             q = rms_norm(q, params["q_norm"], self.eps)
             k = rms_norm(k, params["k_norm"], self.eps)
         turn = Table(turn.cos[..., None, :], turn.sin[..., None, :])
-        q = rotate(q, turn, halves=self.rope.halves)
-        k = rotate(k, turn, halves=self.rope.halves)
+        q, k = self._turn(q, turn), self._turn(k, turn)
         q = q.reshape(*lead, self.kv_heads, self.heads // self.kv_heads, self.dim)
         row = jnp.concatenate([k.reshape(*lead, -1), v], axis=-1)
         return q, row.astype(self.cache_dtype)
@@ -116,4 +131,7 @@ class GroupedHeads:
     def output(self, params: Params, state: attend.State, x: jax.Array) -> jax.Array:
         """The attention's output [R, S, d], in the dtype of its input x [R, S, d]."""
         out = attend.finish(state).astype(x.dtype)
+        if self.gate:
+            gate = self._queries(params, x)[..., self.dim :]
+            out = out * jax.nn.sigmoid(gate).reshape(out.shape)
         return self._linear(params, "o", out.reshape(*x.shape[:-1], -1))

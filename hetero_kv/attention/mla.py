@@ -78,7 +78,9 @@ class TokenIndexer(Picker):
 
 @dataclasses.dataclass(frozen=True)
 class Mla:
-    """heads of nope_dim + rope.dim channels, values of v_dim; latent: of a row; q_latent: 0, none.
+    """heads of nope_dim + shared channels, values of v_dim; latent: of a row; q_latent: 0, none.
+
+    shared: channels of the key that all heads share, rotated (rope.dim = shared) or not (0).
 
     Leaves: latent (ratio 1), and with an indexer index_keys (ratio 1).
     """
@@ -95,7 +97,12 @@ class Mla:
     eps: float
     cache: EntryPool
     indexer: TokenIndexer | None
+    shared: int
     kernels: str = "auto"  # implementation of the decode step's ops, see `kernels.dispatch`
+
+    def __post_init__(self):
+        if self.rope.dim not in (0, self.shared):
+            raise ValueError(f"rope dim {self.rope.dim} must be 0 or shared_dim={self.shared}")
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -104,9 +111,9 @@ class Mla:
 
     def params(self) -> ParamTree:
         """kv_b: [latent, heads * (nope_dim + v_dim)], a head's key and then its value."""
-        wide = self.heads * (self.nope_dim + self.rope.dim)
+        wide = self.heads * (self.nope_dim + self.shared)
         tree: dict = {
-            "kv_a": ParamSpec((self.d_model, self.latent + self.rope.dim)),
+            "kv_a": ParamSpec((self.d_model, self.latent + self.shared)),
             "kv_a_norm": ParamSpec((self.latent,), "ones", dtype="float32"),
             "kv_b": ParamSpec((self.latent, self.heads * (self.nope_dim + self.v_dim))),
             "o": ParamSpec((self.heads * self.v_dim, self.d_model)),
@@ -238,14 +245,15 @@ class Mla:
 
 
 def build(fields: Fields) -> Mla:
-    """From a layer type's fields; its own: kv_lora_rank, nope_dim, v_dim; attn_scale, latent_eps.
+    """From a layer type's fields; its own: kv_lora_rank, nope_dim, v_dim, shared_dim; attn_scale,
+    latent_eps.
 
     Also its own is rope: of the shared key, while index keys have the same with pairs in halves.
     `indexer` off or `index_topk` < 0: every token is attended.
     """
     kind, rope = fields.kind, fields.rope_of(fields.rope_theta)
     latent, nope_dim, dtype = fields.kv_lora_rank, fields.nope_dim, fields.cache_dtype
-    d_query = fields.q_lora_rank or fields.d_model
+    d_query, shared = fields.q_lora_rank or fields.d_model, fields.get("shared_dim", rope.dim)
     indexer = None
     if fields.indexer and fields.index_topk >= 0:
         indexer = TokenIndexer(
@@ -266,9 +274,10 @@ def build(fields: Fields) -> Mla:
         latent,
         fields.q_lora_rank,
         rope,
-        fields.get("attn_scale") or (nope_dim + rope.dim) ** -0.5,
+        fields.get("attn_scale") or (nope_dim + shared) ** -0.5,
         fields.get("latent_eps", EPS),
-        EntryPool("latent", f"{kind} latent", 1, latent + rope.dim, dtype, 2 * TILE),
+        EntryPool("latent", f"{kind} latent", 1, latent + shared, dtype, 2 * TILE),
         indexer,
+        shared,
         fields.get("kernels", "auto"),
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from hetero_kv import validate
 from hetero_kv.contract import CacheSpec, Evidence, LeafSlot
-from hetero_kv.pages import checksum
+from hetero_kv.kernels.page_copy import checksum
 from hetero_kv.state import Cache
 from hetero_kv.validate import Verdict
 

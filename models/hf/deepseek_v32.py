@@ -12,7 +12,7 @@ from models.config import DecoderConfig
 from models.hf import fields as json_fields
 from models.hf import rope
 from models.hf.family import Family
-from models.hf.parts import Layout, gated, listed, part
+from models.hf.parts import Layout, experts, gated, listed
 
 TYPES = {"indexed_attention": "mla"}
 MLPS = {"dense": "dense", "sparse": "moe"}
@@ -45,6 +45,7 @@ FIXED = {
 OURS = {
     "indexer": True,
     "hc_streams": 0,
+    "normed_residual": False,
     "sandwich_norms": False,
     "embed_scale": 1.0,
     "final_softcap": 0.0,
@@ -92,12 +93,7 @@ def layouts(
         inner = "mlp." if where == "mlp" else "mlp.shared_experts."
         yield tuple(gated(prefix + inner, NAMES, leaf, shape, *index))
     else:
-        yield (part(f"{prefix}mlp.experts.{leaf}_proj", "swap", shape, *index),)
-        yield tuple(
-            piece
-            for e in range(config.n_experts)
-            for piece in gated(f"{prefix}mlp.experts.{e}.", NAMES, leaf, shape[1:], *index, e)
-        )
+        yield from experts(f"{prefix}mlp.experts.", NAMES, leaf, shape, *index)
 
 
 def left_out(config: DecoderConfig, name: str) -> bool:

@@ -178,6 +178,7 @@ def unsupported(config: DecoderConfig) -> list[str]:
         "attention": not config.attention,
         "mlps": not config.mlps,
         "sandwich_norms": not config.sandwich_norms,
+        "normed_residual": not config.normed_residual,
         "embed_scale": config.embed_scale == 1,
         "final_softcap": not config.final_softcap,
         "mlp_types": set(config.mlp_types) <= {"moe", "hash_moe"},

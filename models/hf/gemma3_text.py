@@ -38,6 +38,7 @@ OURS = {
     "mlps": {"dense": {"activation": "gelu_tanh"}},
     "swiglu_limit": 0.0,
     "hc_streams": 0,
+    "normed_residual": False,
 }
 
 LAYER = {

@@ -42,6 +42,7 @@ OURS = {
     "n_shared_experts": 0,
     "routed_scale": 1.0,
     "hc_streams": 0,
+    "normed_residual": False,
     "sandwich_norms": False,
     "embed_scale": 1.0,
     "final_softcap": 0.0,

@@ -22,7 +22,9 @@ def _woven(x: np.ndarray) -> np.ndarray:
 
 # From the file's form to ours and back. "swap": [out, in] in the file, ours [in, out]. "plus_one":
 # the file has what a norm's factor exceeds 1 by. "woven": gate and up columns in turns, ours gate
-# columns first. "groups" (file [G * out, in], ours [G, in, out]) is in `Part`: it needs G.
+# columns first. "flat" (axes of
+# length 1 in the file, ours without) and "groups" (file [G * out, in], ours [G, in, out]) are in
+# `Part`: they need its shape, or G.
 FORMS: dict[str, tuple[Transform, Transform]] = {
     "same": (lambda x: x, lambda x: x),
     "swap": (_swap, _swap),
@@ -31,6 +33,7 @@ FORMS: dict[str, tuple[Transform, Transform]] = {
         lambda x: x.astype(np.float32) - np.float32(1),
     ),
     "woven": (_apart, _woven),
+    "taps": (lambda x: x[..., 0, :].swapaxes(-1, -2), lambda x: _swap(x)[..., None, :]),
 }
 
 
@@ -46,12 +49,16 @@ class Part:
 
     def ours(self, tensor: np.ndarray) -> np.ndarray:
         """From the file's form."""
+        if self.form == "flat":
+            return tensor.reshape(-1)
         if self.form == "groups":
             return tensor.reshape(self.groups, -1, tensor.shape[-1]).swapaxes(-1, -2)
         return FORMS[self.form][0](tensor)
 
     def theirs(self, value: np.ndarray) -> np.ndarray:
         """To the file's form."""
+        if self.form == "flat":
+            return value.reshape(self.shape)
         if self.form == "groups":
             return value.swapaxes(-1, -2).reshape(self.shape)
         return FORMS[self.form][1](value)
@@ -65,6 +72,8 @@ def part(name: str, form: str, shape: Sequence[int], *index: int | slice) -> Par
     shape = tuple(shape)
     if form == "swap":
         return Part(name, (*shape[:-2], shape[-1], shape[-2]), index, form)
+    if form == "taps":
+        return Part(name, (shape[-1], 1, shape[-2]), index, form)
     if form == "groups":
         groups, wide, rank = shape
         return Part(name, (groups * rank, wide), index, form, groups)
@@ -82,6 +91,18 @@ def gated(
     width = shape[1] // 2
     yield part(gate, "swap", (shape[0], width), *index, slice(None), slice(0, width))
     yield part(up, "swap", (shape[0], width), *index, slice(None), slice(width, 2 * width))
+
+
+def experts(
+    prefix: str, names: tuple[str, str, str], leaf: str, shape: Sequence[int], *index: int
+) -> Iterator[Layout]:
+    """Gate and up, or down, of all experts [E, in, out]: packed, or one by one as released."""
+    yield (part(f"{prefix}{leaf}_proj", "swap", shape, *index),)
+    yield tuple(
+        piece
+        for e in range(shape[0])
+        for piece in gated(f"{prefix}{e}.", names, leaf, shape[1:], *index, e)
+    )
 
 
 Table = Mapping[str, tuple[str, str]]  # our path: name in the file, form

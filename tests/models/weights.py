@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetero_kv.params import Params, ParamSpec
+from hetero_kv.params import Params, ParamSpec, slopes
 from models.decoder import Decoder
 
 
@@ -35,6 +35,8 @@ def _draw(
         rows = np.prod(shape[:-1])
         picks = [rng.permutation(int(spec.scale))[: shape[-1]] for _ in range(rows)]
         return np.reshape(picks, shape)
+    if spec.init == "slopes":  # a decay: negative ones would grow
+        return np.broadcast_to(slopes(shape[-1]), shape) * rng.uniform(0.5, 1.5, shape)
     noise = rng.normal(size=shape)
     if spec.init in ("ones", "zeros"):
         return 0.4 * noise + (spec.init == "ones")

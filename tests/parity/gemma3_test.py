@@ -14,8 +14,7 @@ from transformers.models.gemma3 import modeling_gemma3
 
 from models import hf
 from tests.parity import hf_family
-from tests.parity.families import gemma3_text, tokens_of
-from tests.parity.families_test import TOLERANCE
+from tests.parity.families import gemma3_text, tokens_of, tolerance
 from tests.parity.family_case import FamilyCase
 from tests.parity.splits import run_split
 
@@ -40,4 +39,4 @@ def test_the_cap_of_attention_logits(tmp_path, monkeypatch):
     model, params = hf.from_pretrained(tmp_path, chunk=16)
     for split in ([37], [9, 11, *[-1] * 17]):
         got = run_split(model, params, tokens, split)
-        np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(got, want, atol=tolerance("gemma3_text"), rtol=0)

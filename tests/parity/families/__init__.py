@@ -1,7 +1,7 @@
 """Tiny random models of every family but DeepSeek-V4: one module a family, found by its name.
 
 A module has `BASE`, fields of the library's configuration class for that `model_type`, `CASES`, and
-`GOLDENS`, the names of the cases that are kept as goldens.
+`GOLDENS`, the names of the cases that are kept as goldens; perhaps a `TOLERANCE`.
 """
 
 import importlib
@@ -26,6 +26,11 @@ def module(model_type: str) -> ModuleType:
 def cases() -> list[tuple[str, FamilyCase]]:
     """Every family and case."""
     return [(name, case) for name in names() for case in module(name).CASES]
+
+
+def tolerance(model_type: str) -> float:
+    """The largest error, absolute, on float32 logits of magnitude 3 to 30."""
+    return getattr(module(model_type), "TOLERANCE", 1e-4)
 
 
 def tokens_of(model_type: str, case: FamilyCase) -> np.ndarray:
