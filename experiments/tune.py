@@ -19,6 +19,7 @@ from experiments.bench import kernels
 from experiments.bench.kernel_cases import Case, Cases
 from experiments.bench.kernel_config import KERNELS, KernelBenchConfig
 from hetero_kv.kernels import tuning
+from hetero_kv.kernels.chunk_attention import pallas_tpu as chunk_tpu
 from hetero_kv.kernels.decode_attention import pallas_gpu as decode_gpu
 from hetero_kv.kernels.decode_attention import pallas_tpu as decode_tpu
 from hetero_kv.kernels.indexer import pallas_gpu as index_gpu
@@ -26,6 +27,7 @@ from hetero_kv.kernels.indexer import pallas_tpu as index_tpu
 
 # By op and platform: the kernel's module, and the sizes to try for each field of its Tiles.
 SPACES = {
+    ("chunk_attention", "tpu"): (chunk_tpu, dict(queries=(8, 16, 32), entries=(128, 256, 512))),
     ("decode_attention", "tpu"): (decode_tpu, dict(entries=(128, 256, 512), picks=(64, 128))),
     ("decode_attention", "cuda"): (decode_gpu, dict(splits=(0, 8, 16, 32, 64), stages=(2,))),
     ("indexer", "tpu"): (index_tpu, dict(entries=(512, 1024, 2048))),

@@ -84,6 +84,7 @@ class DecoderConfig:
     dtype: str = "float32"  # activations
     cache_dtype: str = "float32"  # windows, entries, index keys; raw compressor rows are float32
     # Implementation of the decode step's ops: "auto" takes kernels on TPU only (README, Kernels).
+    # Training runs a kernel only where one is named; prefill is as "auto" always.
     kernels: str = "auto"  # or "reference", "pallas_tpu", "pallas_gpu", "interpret"
     chunk: int = 64  # tokens per prefill call, on the absolute grid
     block: int = 0  # tokens per prefix block; 0: lcm of all strides, raised to >= 16

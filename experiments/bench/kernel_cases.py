@@ -194,6 +194,7 @@ class Cases:
             bytes=self.batch * rows * g.width * self._dtype.itemsize + own,
             flops=4 * self.batch * g.chunk * g.heads * (seen + g.window) * g.width,
             same=close,
+            operands=chunk_operands.Operands(q, None, 0, start, count, window, entries),
         )
 
     def _compressor(self) -> Iterator[Case]:

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from hetero_kv.attention import attend, ring
+from hetero_kv.attention import attend, ring, selection
 from hetero_kv.attention.call import Call, Train, View
 from hetero_kv.attention.compressor import Compressor
 from hetero_kv.attention.entries import EntryPool
@@ -16,6 +16,7 @@ from hetero_kv.attention.window import WindowBranch
 from hetero_kv.contract import LayerSpec
 from hetero_kv.kernels.chunk_attention import operands as chunk
 from hetero_kv.kernels.chunk_attention.api import chunk_attention
+from hetero_kv.kernels.chunk_attention.sequence import sequence_attention
 from hetero_kv.kernels.decode_attention.api import decode_attention
 from hetero_kv.kernels.decode_attention.operands import Entries
 from hetero_kv.kernels.indexer.api import select
@@ -69,19 +70,32 @@ class Compressed:
         """See `Mechanism.forward`. Auxiliaries with `train.aux`: see `indexer.teach`."""
         turn = call.tables[self.rope]
         heads = self.heads.project(params, x, turn)
-        state = self._begin(params, heads.q)
-        if self.window:
-            state = self.window.forward(state, heads.q, heads.kv, call.positions, self.heads.scale)
         entries = self.compressor.forward(params["compressor"], x)
         index = jnp.arange(entries.shape[1], dtype=jnp.int32)
         mask = index < self.entries.visible(call.positions)[..., None]
-        if not entries.shape[1]:
-            return self.heads.output(params, attend.finish(state), turn, x.dtype), {}
-        scores = None
-        if self.indexer:
+        scores = chosen = None
+        if self.indexer and index.size:
             scores = self._index_scores(params["indexer"], x, heads, call)
             if train.select == "topk":
-                mask = self.indexer.mask(scores, mask)
+                chosen = chunk.Chosen(*self.indexer.picks(scores, mask))
+                mask = selection.chosen(chosen.order, index, chosen.low, chosen.cut)
+        if self.heads.trains_with_kernels and not train.aux:
+            out = sequence_attention(
+                heads.q,
+                kv=heads.kv if self.window else None,
+                entries=entries if index.size else None,
+                chosen=chosen,
+                sinks=params.get("sinks"),
+                width=self.window.width if self.window else 0,
+                rule=chunk.Rule(self.heads.scale, self.entries.ratio, self.entries.tile),
+                implementation=self.heads.kernels,
+            )
+            return self.heads.output(params, out, turn, x.dtype), {}
+        state = self._begin(params, heads.q)
+        if self.window:
+            state = self.window.forward(state, heads.q, heads.kv, call.positions, self.heads.scale)
+        if not index.size:
+            return self.heads.output(params, attend.finish(state), turn, x.dtype), {}
         state = attend.add(state, heads.q, entries, mask, self.heads.scale)
         y = self.heads.output(params, attend.finish(state), turn, x.dtype)
         if not (train.aux and self.indexer):

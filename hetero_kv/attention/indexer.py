@@ -64,10 +64,15 @@ class Picker:
 
     def mask(self, scores: jax.Array, visible: jax.Array) -> jax.Array:
         """bool[R, S, N]: the top k of f32[R, S, N] scores among those that are visible."""
+        keys, low, cut = self.picks(scores, visible)
+        return selection.chosen(keys, jnp.arange(scores.shape[-1], dtype=jnp.int32), low, cut)
+
+    def picks(
+        self, scores: jax.Array, visible: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The same as order keys u32[R, S, N] and thresholds; no gradient flows through them."""
         keys = selection.order_keys(jax.lax.stop_gradient(scores), visible)
-        index = jnp.arange(scores.shape[-1], dtype=jnp.int32)
-        low, cut = selection.thresholds(keys, self.topk, jnp.int32(1), index.size)
-        return selection.chosen(keys, index, low, cut)
+        return keys, *selection.thresholds(keys, self.topk, jnp.int32(1), scores.shape[-1])
 
 
 @dataclasses.dataclass(frozen=True)

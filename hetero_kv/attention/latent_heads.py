@@ -40,7 +40,7 @@ class LatentHeads:
     eps: float
     cache_dtype: str
     own_rows: bool = True  # False: no window branch, so no kv row per token
-    kernels: str = "auto"  # implementation of the decode step's ops, see `kernels.dispatch`
+    kernels: str = "auto"  # implementation of decoding's and training's ops: `kernels.dispatch`
 
     def __post_init__(self):
         if self.rope.dim > self.dim:
@@ -68,6 +68,11 @@ class LatentHeads:
             own_rows=fields.window > 0,
             kernels=fields.get("kernels", "auto"),
         )
+
+    @property
+    def trains_with_kernels(self) -> bool:
+        """Whether training runs a kernel: only one that is named, since "auto" keeps autodiff."""
+        return self.kernels not in ("auto", "reference")
 
     @property
     def scale(self) -> float:

@@ -13,6 +13,7 @@ from hetero_kv.attention.window import WindowBranch
 from hetero_kv.contract import LayerSpec
 from hetero_kv.kernels.chunk_attention.api import chunk_attention
 from hetero_kv.kernels.chunk_attention.operands import Rule
+from hetero_kv.kernels.chunk_attention.sequence import sequence_attention
 from hetero_kv.kernels.decode_attention.api import decode_attention
 from hetero_kv.params import Params, ParamTree
 
@@ -47,6 +48,16 @@ class Sliding:
         """See `Mechanism.forward`."""
         turn = call.tables[self.heads.rope]
         q, kv, _ = self.heads.project(params, x, turn)
+        if self.heads.trains_with_kernels:
+            out = sequence_attention(
+                q,
+                kv=kv,
+                sinks=params.get("sinks"),
+                width=self.window.width,
+                rule=Rule(self.heads.scale),
+                implementation=self.heads.kernels,
+            )
+            return self.heads.output(params, out, turn, x.dtype), {}
         state = self.window.forward(self._begin(params, q), q, kv, call.positions, self.heads.scale)
         return self.heads.output(params, attend.finish(state), turn, x.dtype), {}
 

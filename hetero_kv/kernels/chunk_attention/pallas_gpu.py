@@ -115,6 +115,7 @@ def run(rule: Rule, operands: Operands, interpret: Any = None) -> jax.Array:
         num_threads=PARTS + 1,
         thread_name="wg",
         interpret=interpret,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*arrays)
     out = jnp.where(bad[:, None, None], jnp.nan, out[:, :rows])
     return out.reshape(operands.q.shape)

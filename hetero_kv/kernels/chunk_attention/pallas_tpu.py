@@ -41,14 +41,20 @@ class Tiles:
             raise ValueError(f"tiles: {self} must be at least 1 query and 8 entries")
 
 
+def key(operands: Operands) -> str:
+    """The bucket of these shapes in the tuning table."""
+    _, size, heads, width = operands.q.shape
+    return tuning.bucket(heads=heads, width=width, size=size, dtype=str(operands.q.dtype))
+
+
 def choose(operands: Operands) -> Tiles:
     """The tile sizes for these shapes: those of the tuning table, else the heuristic."""
-    _, size, heads, width = operands.q.shape
+    _, size, heads, _ = operands.q.shape
     queries = max(8, ROWS // heads)
     while queries > 1 and size % queries:
         queries //= 2
-    key = tuning.bucket(heads=heads, width=width, size=size, dtype=str(operands.q.dtype))
-    return tuning.pick(_NAME, "tpu", key, Tiles(queries))
+    picked = tuning.pick(_NAME, "tpu", key(operands), Tiles(queries))
+    return picked if size % picked.queries == 0 else Tiles(queries)
 
 
 def _geometry(entries: Entries, tiles: Tiles) -> Geometry:

@@ -58,7 +58,8 @@ def store(
 
     scalars = (layer.reshape(1), start, held, plan.first, plan.high - plan.low)
     arrays = (norm.astype(jnp.float32), cos, sin, tail, *(() if raw is None else (raw,)))
-    pl.kernel(body, out_type=(), mesh=mesh, interpret=interpret)(
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    pl.kernel(body, out_type=(), mesh=mesh, compiler_params=params, interpret=interpret)(
         *scalars, plan.page, plan.place, *arrays, target
     )
     new = jax.freeze(target)

@@ -101,6 +101,11 @@ class _Plan:
         """Channels of one warpgroup."""
         return self.width // self.parts
 
+    @property
+    def piece(self) -> int:
+        """Channels of one product: its result and the sum so far must fit the registers."""
+        return 128 if self.columns % 128 == 0 else 64
+
     def splits(self, tiles: Tiles) -> int:
         """Blocks per sequence and group of heads."""
         wanted = tiles.splits or BLOCKS // (self.batch * self.groups)
@@ -243,7 +248,10 @@ def _body(plan, splits, stages, scale, refs, q, rows, weights, arrived, full, fr
     @pl.when(wg < plan.parts)
     def _compute():
         plgpu.barrier_wait(arrived)
-        columns = pl.ds(pl.multiple_of(wg * plan.columns, 64), plan.columns)
+        pieces = [
+            pl.ds(pl.multiple_of(wg * plan.columns + j, 64), plan.piece)
+            for j in range(0, plan.columns, plan.piece)
+        ]
         vector, matrix = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
 
         def step(i, carry):
@@ -251,10 +259,11 @@ def _body(plan, splits, stages, scale, refs, q, rows, weights, arrived, full, fr
             slot, tile = jax.lax.rem(i, stages), split + i * splits
             plgpu.barrier_wait(full.at[slot])
             # Rows that are not seen may be NaN, and 0 times NaN is NaN: each zeroes its own part.
-            own = rows.at[slot, :, columns]
             seen = hopper.load(live.at[row, tile], vector)
-            seen = jax.lax.broadcast_in_dim(seen, (ROWS, plan.columns), [0])
-            own[...] = jnp.where(seen > 0.5, own[...], jnp.bfloat16(0.0))
+            seen = jax.lax.broadcast_in_dim(seen, (ROWS, plan.piece), [0])
+            for piece in pieces:
+                own = rows.at[slot, :, piece]
+                own[...] = jnp.where(seen > 0.5, own[...], jnp.bfloat16(0.0))
             plgpu.commit_smem()
             plgpu.barrier_arrive(clean)
             plgpu.barrier_wait(clean)
@@ -275,12 +284,16 @@ def _body(plan, splits, stages, scale, refs, q, rows, weights, arrived, full, fr
             weights[wg] = p.astype(jnp.bfloat16)
             plgpu.commit_smem()
 
-            def product(acc):
-                plgpu.wgmma(acc, weights.at[wg], own)
+            def product(piece, acc):
+                plgpu.wgmma(acc, weights.at[wg], rows.at[slot, :, piece])
                 return acc[...]
 
-            more = pl.run_scoped(product, plgpu.ACC((ROWS, plan.columns), jnp.float32))
-            acc = acc * jax.lax.broadcast_in_dim(shrink, (ROWS, plan.columns), [0]) + more
+            accumulator = plgpu.ACC((ROWS, plan.piece), jnp.float32)
+            less = jax.lax.broadcast_in_dim(shrink, (ROWS, plan.piece), [0])
+            acc = [
+                old * less + pl.run_scoped(functools.partial(product, piece), accumulator)
+                for old, piece in zip(acc, pieces, strict=True)
+            ]
             plgpu.barrier_arrive(free.at[slot])
             return acc, new, total * shrink + jnp.sum(p, axis=1)
 
@@ -288,12 +301,13 @@ def _body(plan, splits, stages, scale, refs, q, rows, weights, arrived, full, fr
             return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
         start = (
-            full_of(0.0, (ROWS, plan.columns), matrix),
+            [full_of(0.0, (ROWS, plan.piece), matrix) for _ in pieces],
             full_of(MASKED, (ROWS,), vector),
             full_of(0.0, (ROWS,), vector),
         )
         acc, top, total = jax.lax.fori_loop(0, steps, step, start)
-        out[block, split, :, columns] = acc
+        for piece, value in zip(pieces, acc, strict=True):
+            out[block, split, :, piece] = value
 
         @pl.when(wg == 0)
         def _():

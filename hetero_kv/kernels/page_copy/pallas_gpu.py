@@ -116,7 +116,10 @@ class _Plan:
                 functools.partial(body, *refs), plgpu.SMEM(self.tile, self.dtype), plgpu.Barrier()
             )
 
-        return pl.kernel(scoped, out_type=out_type, mesh=mesh, interpret=interpret)
+        params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+        return pl.kernel(
+            scoped, out_type=out_type, mesh=mesh, compiler_params=params, interpret=interpret
+        )
 
     def place(self) -> tuple[jax.Array, ...]:
         return tuple(jax.lax.axis_index(name) for name in ("page", "layer", "tile"))

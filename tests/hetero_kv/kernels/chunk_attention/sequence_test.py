@@ -68,7 +68,7 @@ CASES = {  # tokens, window's width, entries, sinks, choices, implementation
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", strict.quick(CASES, "window", "no window"))
 def test_values_and_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, width, entries, sinks, topk, implementation = CASES[name]
     monkeypatch.setattr(sequence, "BAND", 6)  # several bands, the last of which overlaps

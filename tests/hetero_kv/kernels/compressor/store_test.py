@@ -123,18 +123,19 @@ def run(how: Pooling, *arrays, implementation: str = "auto"):
     return api.store(how, *arrays, implementation=implementation)
 
 
-KINDS = [  # ratio, overlap, tokens of the call, entries of a page, dtype
-    (4, True, 8, 4, "bfloat16"),
-    (4, True, None, 4, "float32"),
-    (3, False, 1, 64, "float32"),
-    (24, False, 40, 1, "float32"),
-    (24, False, None, 2, "bfloat16"),
-    (20, True, 24, 3, "float32"),
-]
+KINDS = {  # ratio, overlap, tokens of the call, entries of a page, dtype
+    "csa": (4, True, 8, 4, "bfloat16"),
+    "csa decode": (4, True, None, 4, "float32"),
+    "short": (3, False, 1, 64, "float32"),
+    "hca": (24, False, 40, 1, "float32"),
+    "hca decode": (24, False, None, 2, "bfloat16"),
+    "long overlap": (20, True, 24, 3, "float32"),
+}
 
 
-@pytest.mark.parametrize("ratio, overlap, size, entries, dtype", KINDS)
-def test_reference(ratio: int, overlap: bool, size: int | None, entries: int, dtype: str) -> None:
+@pytest.mark.parametrize("name", KINDS)
+def test_reference(name: str) -> None:
+    ratio, overlap, size, entries, dtype = KINDS[name]
     many = 0
     for seed in range(4):
         case = make(seed, ratio, overlap, dtype, size, entries)
@@ -151,8 +152,9 @@ def test_any_lengths_and_tables(seed: int, dtype: str, paged: bool) -> None:
     check(case, run(case.how, *case.arrays))
 
 
-@pytest.mark.parametrize("ratio, overlap, size, entries, dtype", KINDS)
-def test_tpu_kernel(ratio: int, overlap: bool, size: int | None, entries: int, dtype: str) -> None:
+@pytest.mark.parametrize("name", strict.quick(KINDS, "csa", "hca", "hca decode"))
+def test_tpu_kernel(name: str) -> None:
+    ratio, overlap, size, entries, dtype = KINDS[name]
     case = make(ratio, ratio, overlap, dtype, size, entries)
     got = strict.tpu(lambda: run(case.how, *case.arrays, implementation="interpret"))
     assert check(case, got) > 0
@@ -164,8 +166,9 @@ def test_tpu_kernel_on_a_contiguous_pool_in_tiles() -> None:
     assert check(case, got) > 3
 
 
-@pytest.mark.parametrize("ratio, overlap, size, entries, dtype", KINDS)
-def test_gpu_kernel(ratio: int, overlap: bool, size: int | None, entries: int, dtype: str) -> None:
+@pytest.mark.parametrize("name", strict.quick(KINDS, "csa", "hca decode"))
+def test_gpu_kernel(name: str) -> None:
+    ratio, overlap, size, entries, dtype = KINDS[name]
     interpreter = strict.gpu_interpreter()
     case = make(ratio, ratio, overlap, dtype, size, entries)
     arrays = jax.tree.map(jnp.asarray, case.arrays)
@@ -226,7 +229,7 @@ SHAPES = {  # ratio, overlap, width, rope dim, tokens of a call, entries of a pa
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", strict.quick(SHAPES, "tiny", "csa entries", "hca decode"))
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_lowers(name: str, platform: str) -> None:
     ratio, overlap, width, rope, size, entries, layers, rows = SHAPES[name]

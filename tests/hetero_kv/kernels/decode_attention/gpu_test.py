@@ -17,7 +17,7 @@ SIZES = dict(window=16, heads=3, width=128, dtype="bfloat16", capacity=128)
 CASES = {
     "sliding": Case(position=(5, 40), **SIZES),
     "all": Case(position=(70, 500), ratio=4, page=8, shared=1, **SIZES),
-    "picked": Case(position=(70, 500), ratio=4, page=16, picks=12, **SIZES),
+    "picked": Case(position=(70, 500), ratio=4, page=16, picks=12, **{**SIZES, "width": 512}),
     "contiguous, one warpgroup": Case(position=(9, 200), ratio=2, page=0, **{**SIZES, "width": 64}),
     "no window, no sinks": Case(
         position=(1, 300), ratio=4, page=64, sinks=False, stopped=(0,), **{**SIZES, "window": 0}
