@@ -31,6 +31,11 @@ def check_config(config: DecoderConfig) -> None:
     for name in ("norm_eps", "hc_eps", "rope_theta", "compress_rope_theta"):
         if not getattr(config, name) > 0:
             raise ValueError(f"{name}={getattr(config, name)!r} must be > 0")
+    if not config.embed_scale > 0 or config.final_softcap < 0:
+        raise ValueError(
+            "embed_scale must be > 0 and final_softcap >= 0, got "
+            f"{config.embed_scale} and {config.final_softcap}"
+        )
     if config.yarn_factor < 0:
         raise ValueError(f"yarn_factor={config.yarn_factor} must be >= 0 (0: no YaRN)")
 

@@ -1,16 +1,18 @@
-"""The configuration of a hybrid decoder: every part can be changed or switched off."""
+"""The configuration of a hybrid decoder: every part can be changed or switched off.
+
+Layer types beyond the built-in ones are declared in `attention` and `mlps`: names with fields of
+their own, which come before those of the whole model.
+"""
 
 import dataclasses
+from typing import Any
 
 from hetero_kv.attention.rope import Yarn
-
-ATTENTION_KINDS = ("swa", "csa", "hca", "full")
-MLP_KINDS = ("dense", "moe", "hash_moe")
 
 
 @dataclasses.dataclass(kw_only=True)
 class DecoderConfig:
-    """A DeepSeek-V4-class decoder; plain dense variants are special cases.
+    """A hybrid decoder. The defaults are of the DeepSeek-V4 class; other families are configs too.
 
     Fields are flat and mutable so that `--config.model.window=0` works; `models.build` freezes
     what it needs. A zero usually switches a part off (see the comments).
@@ -18,8 +20,12 @@ class DecoderConfig:
 
     vocab_size: int = 256
     d_model: int = 64
-    layer_types: tuple[str, ...] = ("swa", "csa")  # one of ATTENTION_KINDS per layer
-    mlp_types: tuple[str, ...] = ("dense", "dense")  # one of MLP_KINDS per layer
+    layer_types: tuple[str, ...] = ("swa", "csa")  # mechanisms, or names in `attention`
+    mlp_types: tuple[str, ...] = ("dense", "dense")  # dense, moe, hash_moe, or a name in `mlps`
+    # By layer type: {"mechanism": its name or dotted path, and fields of that type alone}.
+    attention: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    # By MLP type: {"form": dense, moe, hash_moe or none, and fields of that type alone}.
+    mlps: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     # Attention, common part.
     n_heads: int = 2
@@ -30,8 +36,8 @@ class DecoderConfig:
     o_lora_rank: int = 0
     sinks: bool = True  # a learned logit per head in the denominator
     window: int = 16  # tokens, the current one included; 0: no window branch
-    n_kv_heads: int = 2  # "full" layers only
-    qk_norm: bool = True  # "full" layers only
+    n_kv_heads: int = 2  # grouped-query layers ("full", "local") only
+    qk_norm: bool = True  # grouped-query layers only
 
     # Compressed branches. Ratios are tokens per entry.
     csa_ratio: int = 4
@@ -63,6 +69,9 @@ class DecoderConfig:
     hc_sinkhorn_iters: int = 20
     hc_eps: float = 1e-6
 
+    sandwich_norms: bool = False  # norms behind attention and MLP too, before the residual
+    embed_scale: float = 1.0  # factor of embeddings
+    final_softcap: float = 0.0  # logits become cap * tanh(logits / cap); 0: they stay
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     init_scale: float = 0.02  # standard deviation of embeddings and routers at init

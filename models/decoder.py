@@ -1,5 +1,6 @@
 """The hybrid decoder as users meet it: init, forward, prefill, decode, replay (DESIGN §6)."""
 
+import copy
 import functools
 import math
 
@@ -39,7 +40,8 @@ class Decoder:
                 f"{len(config.layer_types)} and {len(config.mlp_types)}"
             )
         check_config(config)
-        self.config = config.replace()  # later changes to the caller's object do not reach us
+        # Later changes to the caller's object do not reach us.
+        self.config = copy.deepcopy(config)
         kinds = list(zip(config.layer_types, config.mlp_types, strict=True))
         self.runs = schedule.cut(kinds, config.scan_layers)
         self.stack = Stack(
@@ -55,6 +57,8 @@ class Decoder:
             param_dtype=config.param_dtype,
             init_scale=config.init_scale,
             chunk=config.chunk,
+            embed_scale=config.embed_scale,
+            softcap=config.final_softcap,
         )
         segments = self.stack.cache_segments()
         lcm = strides_lcm(segments)

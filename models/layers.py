@@ -1,100 +1,51 @@
 """From a DecoderConfig to layers: one attention mechanism, one feed-forward part, two norms."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 
+from hetero_kv.attention import registry
 from hetero_kv.attention.call import Call, Mechanism, Train, View
-from hetero_kv.attention.csa import csa
-from hetero_kv.attention.entries import TILE, EntryPool
-from hetero_kv.attention.full import Full
-from hetero_kv.attention.hca import hca
-from hetero_kv.attention.latent_heads import LatentHeads
+from hetero_kv.attention.fields import Fields
 from hetero_kv.attention.norm import rms_norm
-from hetero_kv.attention.rope import Rope
-from hetero_kv.attention.sliding import Sliding
-from hetero_kv.attention.window import WindowBranch
 from hetero_kv.params import Params, ParamSpec, ParamTree
-from models.config import ATTENTION_KINDS, MLP_KINDS, DecoderConfig
+from models.config import DecoderConfig
 from models.hyper import Hyper
 from models.mlp import Dense, MoE
 
+FeedForward = Dense | MoE
+FORMS: dict[str, Callable[[Fields], FeedForward | None]] = {
+    "dense": Dense.of,
+    "moe": MoE.of,
+    "hash_moe": functools.partial(MoE.of, hashed=True),
+    "none": lambda fields: None,
+}
+
 
 def attention(config: DecoderConfig, kind: str) -> Mechanism:
-    """The mechanism of one layer kind."""
-    if kind not in ATTENTION_KINDS:
-        raise ValueError(
-            f"unknown layer type {kind!r} in layer_types; use one of {ATTENTION_KINDS}"
-        )
-    if kind == "full":
-        rope = Rope(config.rope_dim, config.rope_theta)
-        width = 2 * config.n_kv_heads * config.head_dim
-        return Full(
-            config.d_model,
-            config.n_heads,
-            config.n_kv_heads,
-            config.head_dim,
-            rope,
-            config.qk_norm,
-            config.sinks,
-            config.norm_eps,
-            EntryPool("kv", "full kv", 1, width, config.cache_dtype, 2 * TILE),
-        )
-    if kind == "swa":
-        rope = Rope(config.rope_dim, config.rope_theta)
-        if config.window < 1:
-            raise ValueError("a 'swa' layer needs window >= 1; window=0 suits csa and hca only")
-    else:
-        rope = Rope(config.rope_dim, config.compress_rope_theta, config.yarn)
-    heads = LatentHeads(
-        config.d_model,
-        config.n_heads,
-        config.head_dim,
-        rope,
-        config.q_lora_rank,
-        config.o_groups,
-        config.o_lora_rank,
-        config.sinks,
-        config.norm_eps,
-        config.cache_dtype,
-        own_rows=config.window > 0,
-    )
-    window = None
-    if config.window > 0:
-        window = WindowBranch(config.window, config.head_dim, config.cache_dtype)
-    if kind == "swa":
-        return Sliding(heads, window)
-    if kind == "hca":
-        return hca(heads, window, ratio=config.hca_ratio)
-    return csa(
-        heads,
-        window,
-        ratio=config.csa_ratio,
-        overlap=config.csa_overlap,
-        index_heads=config.index_heads,
-        index_dim=config.index_dim,
-        topk=config.index_topk if config.indexer else -1,
-    )
+    """The mechanism of one layer type: a name in `config.attention`, or that of a mechanism."""
+    own = dict(config.attention.get(kind, {}))
+    build = registry.find(own.pop("mechanism", kind))
+    fields = Fields(config, kind, own)
+    made = build(fields)
+    if fields.unused:
+        raise ValueError(f"attention[{kind!r}] has fields that nothing reads: {fields.unused}")
+    return made
 
 
-def feed_forward(config: DecoderConfig, kind: str) -> Dense | MoE:
-    """The feed-forward part of one layer kind."""
-    if kind not in MLP_KINDS:
-        raise ValueError(f"unknown MLP type {kind!r} in mlp_types; use one of {MLP_KINDS}")
-    if kind == "dense":
-        return Dense(config.d_model, config.d_ff, config.swiglu_limit)
-    return MoE(
-        config.d_model,
-        config.d_ff,
-        config.vocab_size,
-        config.n_experts,
-        config.experts_per_token,
-        config.n_shared_experts,
-        config.routed_scale,
-        config.swiglu_limit,
-        kind == "hash_moe",
-        config.init_scale,
-    )
+def feed_forward(config: DecoderConfig, kind: str) -> FeedForward | None:
+    """The feed-forward part of one MLP type: a name in `config.mlps`, or that of a form."""
+    own = dict(config.mlps.get(kind, {}))
+    form = own.pop("form", kind)
+    if form not in FORMS:
+        raise ValueError(f"unknown MLP type {form!r} in mlp_types; use one of {tuple(FORMS)}")
+    fields = Fields(config, kind, own)
+    made = FORMS[form](fields)
+    if fields.unused:
+        raise ValueError(f"mlps[{kind!r}] has fields that nothing reads: {fields.unused}")
+    return made
 
 
 def hyper(config: DecoderConfig) -> Hyper | None:
@@ -108,24 +59,31 @@ def hyper(config: DecoderConfig) -> Hyper | None:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """Attention, then feed-forward, each between a norm and the residual (or its streams)."""
+    """Attention, then feed-forward, each between a norm and the residual (or its streams).
+
+    mlp: None for a layer without one. sandwich: what a part gives is normed as well.
+    """
 
     attention: Mechanism
-    mlp: Dense | MoE
+    mlp: FeedForward | None
     hyper: Hyper | None
     d_model: int
     eps: float
+    sandwich: bool = False
 
     def params(self) -> ParamTree:
         """Weights of one layer."""
-        tree = {
-            "attn_norm": ParamSpec((self.d_model,), "ones", dtype="float32"),
-            "attn": self.attention.params(),
-            "mlp_norm": ParamSpec((self.d_model,), "ones", dtype="float32"),
-            "mlp": self.mlp.params(),
-        }
-        if self.hyper:
-            tree |= {"attn_hc": self.hyper.params(), "mlp_hc": self.hyper.params()}
+        parts: dict = {"attn": self.attention}
+        if self.mlp is not None:
+            parts["mlp"] = self.mlp
+        tree: dict = {}
+        for name, part in parts.items():
+            tree[f"{name}_norm"] = ParamSpec((self.d_model,), "ones", dtype="float32")
+            tree[name] = part.params()
+            if self.sandwich:
+                tree[f"{name}_post_norm"] = tree[f"{name}_norm"]
+            if self.hyper:
+                tree[f"{name}_hc"] = self.hyper.params()
         return tree
 
     def prepare(self, params: Params, axis: int) -> Params:
@@ -136,15 +94,18 @@ class Layer:
 
     def _block(self, params: Params, name: str, x: jax.Array, run):
         """One residual block around `run(normed input) -> (y, extra)`."""
-        norm = params[f"{name}_norm"]
-        if self.hyper is None:
-            y, extra = run(rms_norm(x, norm, self.eps))
-            return x + y, extra
-        u, gates = self.hyper.read(params[f"{name}_hc"], x)
-        y, extra = run(rms_norm(u, norm, self.eps))
-        return self.hyper.write(x, y, gates), extra
+        u, gates = x, None
+        if self.hyper is not None:
+            u, gates = self.hyper.read(params[f"{name}_hc"], x)
+        y, extra = run(rms_norm(u, params[f"{name}_norm"], self.eps))
+        if self.sandwich:
+            y = rms_norm(y, params[f"{name}_post_norm"], self.eps)
+        return (x + y if gates is None else self.hyper.write(x, y, gates)), extra
 
     def _mlp(self, params: Params, x: jax.Array, tokens: jax.Array, differentiable: bool):
+        if self.mlp is None:
+            return x
+
         def run(u: jax.Array) -> tuple[jax.Array, None]:
             return self.mlp(params["mlp"], u, tokens, differentiable), None
 
@@ -182,4 +143,5 @@ def layer(config: DecoderConfig, attention_kind: str, mlp_kind: str) -> Layer:
         hyper(config),
         config.d_model,
         config.norm_eps,
+        config.sandwich_norms,
     )

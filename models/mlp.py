@@ -1,8 +1,4 @@
-"""Feed-forward parts: SwiGLU, and a mixture of experts with learned or hashed routing.
-
-Routing and clamp as in DeepSeek-V4: sqrt(softplus) scores, a bias that acts on the choice only,
-normalised weights, a shared expert; the first layers choose by token id.
-"""
+"""Feed-forward parts: a gated linear unit, and a mixture of experts of them (see `routing`)."""
 
 import dataclasses
 import functools
@@ -10,7 +6,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from hetero_kv.attention.fields import Fields
 from hetero_kv.params import Params, ParamSpec, ParamTree
+from models.routing import ROUTER, Router
 
 UNROLL = 8  # expert calls up to which single rows are unrolled
 DENSE = 16  # tokens up to which all experts run on all tokens: each weight is read just once
@@ -20,22 +18,65 @@ APART = (
 )
 
 
-def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array, limit: float) -> jax.Array:
-    """`silu(x G) * (x U)`, down; gate clipped above and up both ways at `limit` if it is > 0."""
-    both = jnp.matmul(x, gate_up)
-    gate, up = jnp.split(both, 2, axis=-1)
-    if limit:
-        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-    return jnp.matmul(jax.nn.silu(gate) * up, down)
+def swish(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """`gate sigmoid(1.702 gate) (up + 1)`, as in gpt-oss."""
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+
+
+GATES = {
+    "silu": lambda gate, up: jax.nn.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
+    "swish": swish,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A gated linear unit; gate is clipped above and up both ways at `limit`, 0: never.
+
+    act: one of GATES.
+    """
+
+    limit: float = 0.0
+    act: str = "silu"
+
+    def __post_init__(self):
+        if self.act not in GATES:
+            raise ValueError(f"unknown activation {self.act!r}; use one of {tuple(GATES)}")
+
+    def __call__(
+        self,
+        x: jax.Array,
+        gate_up: jax.Array,
+        down: jax.Array,
+        gate_up_bias: jax.Array | None = None,
+        down_bias: jax.Array | None = None,
+    ) -> jax.Array:
+        """x [..., d] with weights [d, 2f] and [f, d]."""
+        both = jnp.matmul(x, gate_up)
+        if gate_up_bias is not None:
+            both = both + gate_up_bias
+        gate, up = jnp.split(both, 2, axis=-1)
+        if self.limit:
+            gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
+        y = jnp.matmul(GATES[self.act](gate, up), down)
+        return y if down_bias is None else y + down_bias
 
 
 @dataclasses.dataclass(frozen=True)
 class Dense:
-    """SwiGLU of width d_ff."""
+    """A gated linear unit of width d_ff."""
 
     d_model: int
     d_ff: int
     limit: float
+    act: str = "silu"
+
+    @classmethod
+    def of(cls, fields: Fields) -> "Dense":
+        """From an MLP type's fields; its own: activation."""
+        act = fields.get("activation", "silu")
+        return cls(fields.d_model, fields.d_ff, fields.swiglu_limit, act)
 
     def params(self) -> ParamTree:
         """gate_up: gate columns first, then up."""
@@ -48,7 +89,7 @@ class Dense:
         self, params: Params, x: jax.Array, tokens: jax.Array, differentiable: bool
     ) -> jax.Array:
         """x [R, S, d] to [R, S, d]."""
-        return swiglu(x, params["gate_up"], params["down"], self.limit)
+        return Unit(self.limit, self.act)(x, params["gate_up"], params["down"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +106,40 @@ class MoE:
     limit: float
     hashed: bool
     router_scale: float
+    router: Router = ROUTER
+    act: str = "silu"
+    bias: bool = False  # of the experts' two products
 
     def __post_init__(self):
         if not 1 <= self.picks <= self.experts:
             raise ValueError(
                 f"experts_per_token={self.picks} must be in 1..n_experts={self.experts}"
             )
+        self.router.check(self.experts, self.picks)
+
+    @classmethod
+    def of(cls, fields: Fields, hashed: bool = False) -> "MoE":
+        """From an MLP type's fields; its own: activation, mlp_bias, and those of `Router.of`."""
+        return cls(
+            fields.d_model,
+            fields.d_ff,
+            fields.vocab_size,
+            fields.n_experts,
+            fields.experts_per_token,
+            fields.n_shared_experts,
+            fields.routed_scale,
+            fields.swiglu_limit,
+            hashed,
+            fields.init_scale,
+            Router.of(fields),
+            fields.get("activation", "silu"),
+            fields.get("mlp_bias", False),
+        )
+
+    @property
+    def unit(self) -> Unit:
+        """What one expert computes."""
+        return Unit(self.limit, self.act)
 
     def params(self) -> ParamTree:
         """Router, experts [E, d, 2f] and [E, f, d], the shared expert."""
@@ -80,10 +149,13 @@ class MoE:
             "gate_up": ParamSpec((e, d, 2 * f)),
             "down": ParamSpec((e, f, d)),
         }
+        tree |= self.router.params(e)
         if self.hashed:
+            tree.pop("bias", None)
             tree["table"] = ParamSpec((self.vocab, self.picks), "expert_table", e, "int32")
-        else:
-            tree["bias"] = ParamSpec((e,), "zeros", dtype="float32")
+        if self.bias:
+            tree["gate_up_bias"] = ParamSpec((e, 2 * f), "zeros")
+            tree["down_bias"] = ParamSpec((e, d), "zeros")
         if self.n_shared:
             tree["shared"] = Dense(d, self.n_shared * f, self.limit).params()
         return tree
@@ -98,20 +170,21 @@ class MoE:
             return params
         each = {
             name: tuple(jnp.take(params[name], e, axis) for e in range(self.experts))
-            for name in ("gate_up", "down")
+            for name in self._of_experts
         }
         return {**params, **each}
+
+    @property
+    def _of_experts(self) -> tuple[str, ...]:
+        """Weights with an axis of experts, in the order that `Unit` takes them."""
+        names = ("gate_up", "down")
+        return (*names, "gate_up_bias", "down_bias") if self.bias else names
 
     def route(self, params: Params, x: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Experts i32[n, k] and their weights f32[n, k] for x [n, d], tokens i32[n]."""
         logits = jnp.matmul(x, params["router"], preferred_element_type=jnp.float32)
-        scores = jnp.sqrt(jax.nn.softplus(logits))
-        if self.hashed:
-            index = params["table"][tokens]
-        else:
-            _, index = jax.lax.top_k(scores + params["bias"], self.picks)
-        weights = jnp.take_along_axis(scores, index, axis=-1)
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        chosen = params["table"][tokens] if self.hashed else None
+        index, weights = self.router.pick(params, logits, self.picks, chosen)
         return index, weights * self.scale
 
     def __call__(
@@ -130,20 +203,19 @@ class MoE:
         y = y.astype(x.dtype)
         if self.n_shared:
             shared = params["shared"]
-            y = y + swiglu(flat, shared["gate_up"], shared["down"], self.limit)
+            y = y + self.unit(flat, shared["gate_up"], shared["down"])
         return y.reshape(x.shape)
 
     def _expert(self, params: Params, x: jax.Array, expert: int | jax.Array) -> jax.Array:
-        gate_up, down = params["gate_up"], params["down"]
-        if isinstance(gate_up, tuple) and not isinstance(expert, int):
+        weights = [params[name] for name in self._of_experts]
+        if isinstance(weights[0], tuple) and not isinstance(expert, int):
             each = [functools.partial(self._expert, params, expert=e) for e in range(self.experts)]
             return jax.lax.switch(expert, each, x)
-        if not isinstance(gate_up, tuple):
-            gate_up = jax.lax.dynamic_index_in_dim(gate_up, expert, 0, keepdims=False)
-            down = jax.lax.dynamic_index_in_dim(down, expert, 0, keepdims=False)
+        if isinstance(weights[0], tuple):
+            own = [x[expert] for x in weights]
         else:
-            gate_up, down = gate_up[expert], down[expert]
-        return swiglu(x, gate_up, down, self.limit).astype(jnp.float32)
+            own = [jax.lax.dynamic_index_in_dim(x, expert, 0, keepdims=False) for x in weights]
+        return self.unit(x, *own).astype(jnp.float32)
 
     def _all(self, params: Params, x: jax.Array, index: jax.Array, weights: jax.Array) -> jax.Array:
         """Every expert on every token."""
@@ -153,7 +225,8 @@ class MoE:
             y = [self._expert(params, x, e) for e in range(self.experts)]
         else:
             each = jnp.broadcast_to(x, (self.experts, *x.shape))
-            y = swiglu(each, params["gate_up"], params["down"], self.limit).astype(jnp.float32)
+            biases = [params[name][:, None] for name in self._of_experts[2:]]
+            y = self.unit(each, params["gate_up"], params["down"], *biases).astype(jnp.float32)
         total = share[:, 0, None] * y[0]
         for e in range(1, self.experts):
             total = total + share[:, e, None] * y[e]

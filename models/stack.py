@@ -37,6 +37,8 @@ class Stack:
     param_dtype: str
     init_scale: float
     chunk: int
+    embed_scale: float = 1.0
+    softcap: float = 0.0
 
     # -- declarations --------------------------------------------------------------------------
 
@@ -106,11 +108,14 @@ class Stack:
     # -- pieces --------------------------------------------------------------------------------
 
     def _tables(self, positions: jax.Array) -> dict[rope.Rope, rope.Table]:
-        kinds = {layer.attention.rope for group in self.groups for layer in group.layers}
+        layers = [layer for group in self.groups for layer in group.layers]
+        kinds = {kind for layer in layers for kind in layer.attention.ropes}
         return {kind: rope.table(kind, positions, jnp.dtype(self.dtype)) for kind in kinds}
 
     def _embed(self, params: Params, tokens: jax.Array) -> jax.Array:
         x = params["embed"].astype(self.dtype)[tokens]
+        if self.embed_scale != 1.0:
+            x = x * jnp.asarray(self.embed_scale, x.dtype)
         hyper = self.groups[0].layers[0].hyper
         return hyper.expand(x) if hyper else x
 
@@ -121,7 +126,8 @@ class Stack:
             x = hyper.collapse(params["head_hc"], x)
         x = rms_norm(x, params["norm"], self.eps)
         head = params["embed"].T if self.tied else params["head"]
-        return jnp.matmul(x, head.astype(x.dtype), preferred_element_type=jnp.float32)
+        logits = jnp.matmul(x, head.astype(x.dtype), preferred_element_type=jnp.float32)
+        return self.softcap * jnp.tanh(logits / self.softcap) if self.softcap else logits
 
     # -- training ------------------------------------------------------------------------------
 

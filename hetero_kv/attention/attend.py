@@ -5,6 +5,7 @@ fully masked changes no bit of the state, so a result does not depend on how man
 has. Values equal keys in the shared-latent form (`add`); `add_grouped` is the GQA form.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -53,16 +54,27 @@ def add(state: State, q: jax.Array, keys: jax.Array, mask: jax.Array, scale: flo
 
 
 def add_grouped(
-    state: State, q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, scale: float
+    state: State,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    scale: float,
+    softcap: float = 0.0,
 ) -> State:
     """Adds keys k and values v [R, K, G, c] for queries q [R, S, G, h, c] (h heads per key head).
 
-    The state's lead axes are [R, S, G, h]; mask: bool[R, S, K].
+    The state's lead axes are [R, S, G, h]; mask: bool[R, S, K], or [R, S, G, K]. softcap: x becomes
+    `softcap * tanh(x / softcap)`; 0: logits stay as they are.
     """
     scores = jnp.einsum(
         "rsghc,rkgc->rsghk", q, k.astype(q.dtype), preferred_element_type=jnp.float32
     )
-    state, weights = _merge(state, scores * scale, mask[:, :, None, None, :])
+    scores = scores * scale
+    if softcap:
+        scores = softcap * jnp.tanh(scores / softcap)
+    mask = mask[:, :, None] if mask.ndim == 3 else mask
+    state, weights = _merge(state, scores, mask[..., None, :])
     new = jnp.einsum(
         "rsghk,rkgc->rsghc",
         weights.astype(q.dtype),
@@ -70,6 +82,31 @@ def add_grouped(
         preferred_element_type=jnp.float32,
     )
     return state._replace(out=state.out + new)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What a cached row [w] is to a query.
+
+    kv_heads = 0: key and value of all heads, for queries [R, S, H, w]. Otherwise the keys and then
+    the values of kv_heads heads, for queries [R, S, G, h, c] with 2 * G * c = w.
+    """
+
+    kv_heads: int = 0
+    softcap: float = 0.0  # grouped heads only
+
+    def add(
+        self, state: State, q: jax.Array, rows: jax.Array, mask: jax.Array, scale: float
+    ) -> State:
+        """Adds rows [R, K, w]; mask: bool[R, S, K]."""
+        if not self.kv_heads:
+            return add(state, q, rows, mask, scale)
+        halves = rows.reshape(*rows.shape[:-1], 2, self.kv_heads, -1)
+        k, v = halves[..., 0, :, :], halves[..., 1, :, :]
+        return add_grouped(state, q, k, v, mask, scale, self.softcap)
+
+
+LATENT = Form()
 
 
 def finish(state: State) -> jax.Array:

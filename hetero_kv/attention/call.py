@@ -57,8 +57,8 @@ class Mechanism(Protocol):
     """One attention mechanism: frozen, hashable, with everything static inside."""
 
     @property
-    def rope(self) -> Rope:
-        """The frequencies of its queries and keys."""
+    def ropes(self) -> tuple[Rope, ...]:
+        """The frequencies that it needs tables of, at the positions of a call."""
 
     def params(self) -> ParamTree:
         """Its weights."""

@@ -5,11 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from hetero_kv.attention import attend, pool, ring, selection
+from hetero_kv.attention import attend, pool, ring
 from hetero_kv.attention.call import Call, Train, View
 from hetero_kv.attention.compressor import Compressor
 from hetero_kv.attention.entries import EntryPool
-from hetero_kv.attention.indexer import Indexer
+from hetero_kv.attention.indexer import Indexer, teach
 from hetero_kv.attention.latent_heads import Heads, LatentHeads
 from hetero_kv.attention.rope import Rope
 from hetero_kv.attention.window import WindowBranch
@@ -37,6 +37,11 @@ class Compressed:
         """The frequencies of queries, keys, entries and index keys alike."""
         return self.heads.rope
 
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The same, for the tables of a call."""
+        return (self.heads.rope,)
+
     def params(self) -> ParamTree:
         """The heads, the compressor, and the indexer with its own compressor."""
         tree = {**self.heads.params(), "compressor": self.compressor.params()}
@@ -56,7 +61,7 @@ class Compressed:
     def forward(
         self, params: Params, x: jax.Array, call: Call, train: Train
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """See `Mechanism.forward`. Auxiliaries with `train.aux`: see `_teach`."""
+        """See `Mechanism.forward`. Auxiliaries with `train.aux`: see `indexer.teach`."""
         turn = call.tables[self.rope]
         heads = self.heads.project(params, x, turn)
         state = self._begin(params, heads.q)
@@ -71,15 +76,12 @@ class Compressed:
         if self.indexer:
             scores = self._index_scores(params["indexer"], x, heads, call)
             if train.select == "topk":
-                frozen = jax.lax.stop_gradient(scores)
-                keys = selection.order_keys(frozen, mask)
-                low, cut = selection.thresholds(keys, self.indexer.topk, jnp.int32(1), index.size)
-                mask = selection.chosen(keys, index, low, cut)
+                mask = self.indexer.mask(scores, mask)
         state = attend.add(state, heads.q, entries, mask, self.heads.scale)
         y = self.heads.output(params, attend.finish(state), turn, x.dtype)
         if not (train.aux and self.indexer):
             return y, {}
-        return y, self._teach(scores, state, heads.q, entries, mask)
+        return y, teach(scores, state, heads.q, entries, mask, self.heads.scale)
 
     def _index_scores(self, params: Params, x: jax.Array, heads: Heads, call: Call) -> jax.Array:
         """f32[B, T, N]; inputs are detached, so only the indexer's weights learn from them."""
@@ -87,33 +89,6 @@ class Compressed:
         q, weights = self.indexer.queries(params, x, latent, call.tables[self.rope])
         keys = self.indexer.compressor.forward(params["compressor"], x)
         return self.indexer.scores(q, weights, keys)
-
-    def _teach(
-        self,
-        scores: jax.Array,
-        state: attend.State,
-        q: jax.Array,
-        entries: jax.Array,
-        mask: jax.Array,
-    ) -> dict[str, jax.Array]:
-        """The indexer's loss: KL(head-mean attention over the mask's entries || its softmax).
-
-        As in DeepSeek-V3.2's indexer training: target detached and renormalised over entries.
-        """
-        dots = jnp.einsum(
-            "rshc,rkc->rshk", q, entries.astype(q.dtype), preferred_element_type=jnp.float32
-        )
-        logits = jnp.where(mask[:, :, None], dots * self.heads.scale, attend.MASKED)
-        share = jnp.exp(logits - state.top[..., None]) / state.total[..., None]
-        target = jnp.where(mask, jnp.mean(share, axis=2), 0.0)
-        norm = jnp.sum(target, axis=-1, keepdims=True)
-        target = jax.lax.stop_gradient(target / jnp.maximum(norm, 1e-30))
-        log_q = jax.nn.log_softmax(jnp.where(mask, scores, attend.MASKED), axis=-1)
-        log_p = jnp.log(jnp.maximum(target, 1e-30))
-        kl = jnp.sum(jnp.where(mask, target * (log_p - log_q), 0.0), axis=-1)
-        some = jnp.any(mask, axis=-1)
-        loss = jnp.sum(jnp.where(some, kl, 0.0)) / jnp.maximum(jnp.sum(some), 1)
-        return {"indexer_kl": loss, "targets": target, "index_scores": scores}
 
     def prefill(
         self, params: Params, x: jax.Array, view: View, call: Call
@@ -134,7 +109,7 @@ class Compressed:
                 own["compressor"], self.indexer.compressor, pool_, "index_tail", x, view, call
             )
             index_q, weights = self.indexer.queries(own, x, latent, turn)
-            order, low, cut = self.indexer.select_many(
+            chosen = self.indexer.choose_many(
                 index_q,
                 weights,
                 view.leaves[pool_.name],
@@ -143,13 +118,6 @@ class Compressed:
                 pool_.tiles(call),
                 pool_.tile,
             )
-
-            def chosen(t: jax.Array) -> jax.Array:
-                size = pool_.tile
-                part = jax.lax.dynamic_slice_in_dim(order, t * size, size, axis=2)
-                index = t * size + jnp.arange(size, dtype=jnp.int32)
-                return selection.chosen(part, index, low, cut)
-
         state = self.entries.attend(state, q, view, call, self.heads.scale, chosen)
         return self.heads.output(params, attend.finish(state), turn, x.dtype), view
 

@@ -1,7 +1,7 @@
 """The pool of entries of one compressed branch: its leaf, its visibility rule, dense attention.
 
-Entry i is visible to query t iff `i < (t + 1) // ratio`: the token that closes a group sees the
-entry of that group.
+Entry i is visible to query t iff `i < count(t + 1)`: the token that closes a group sees the entry
+of that group.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ TILE = 64  # entries attended at a time: fixed, so that results do not depend on
 
 @dataclasses.dataclass(frozen=True)
 class EntryPool:
-    """name: of the leaf; ratio: tokens per entry; width: channels of an entry."""
+    """name: of the leaf; ratio: tokens per entry; width: channels of an entry; form: what it is."""
 
     name: str
     component: str
@@ -27,13 +27,20 @@ class EntryPool:
     width: int
     dtype: str
     tile: int = TILE
+    form: attend.Form = attend.LATENT
+    span: int = 0  # tokens that an entry covers; 0: `ratio`
+
+    @property
+    def contract(self) -> History:
+        """When the entries can be resumed."""
+        return History(self.ratio, self.span)
 
     def leaves(self) -> dict[str, Leaf]:
         """The entries, and a counter bumped where they are written."""
         counter = Evidence(of=self.name, kind="count")
         return {
             self.name: Leaf(
-                contract=History(self.ratio),
+                contract=self.contract,
                 component=self.component,
                 width=(self.width,),
                 dtype=self.dtype,
@@ -58,7 +65,7 @@ class EntryPool:
 
     def visible(self, positions: jax.Array) -> jax.Array:
         """How many entries a query at i32[...] positions sees."""
-        return (positions + 1) // self.ratio
+        return self.contract.count(positions + 1)
 
     def tiles(self, call: Call) -> jax.Array:
         """Tiles that hold an entry visible to any query of the call."""
@@ -74,7 +81,7 @@ class EntryPool:
         scale: float,
         chosen: Callable[[jax.Array], jax.Array] | None = None,
     ) -> attend.State:
-        """Adds every visible entry for queries q [R, S, H, c], tile by tile.
+        """Adds every visible entry for queries q [R, S, H, c] (or grouped), tile by tile.
 
         chosen(index of the tile) -> bool[R, S, tile] narrows the set (CSA prefill).
         """
@@ -90,6 +97,6 @@ class EntryPool:
             mask = index < visible
             if chosen is not None:
                 mask = mask & chosen(t)
-            return attend.add(state, q, rows, mask, scale)
+            return self.form.add(state, q, rows, mask, scale)
 
         return jax.lax.fori_loop(0, self.tiles(call), body, state)

@@ -5,49 +5,23 @@ scores gate visibility only; they do not enter the attention.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from hetero_kv.attention import pool, selection
+from hetero_kv.attention import attend, pool, selection
 from hetero_kv.attention.compressor import Compressor
 from hetero_kv.attention.rope import Rope, Table, rotate
 from hetero_kv.attention.when import when
 from hetero_kv.params import Params, ParamSpec, ParamTree
 
 
-@dataclasses.dataclass(frozen=True)
-class Indexer:
-    """heads, dim: of index queries; topk: entries picked; compressor: makes the index keys."""
+class Picker:
+    """Picks the top k of what index keys score; a base of indexers, which say heads and topk."""
 
-    d_model: int
-    d_query: int  # width of what index queries are projected from
     heads: int
-    dim: int
     topk: int
-    compressor: Compressor
-
-    @property
-    def rope(self) -> Rope:
-        """The frequencies of index queries and keys."""
-        return self.compressor.rope
-
-    def params(self) -> ParamTree:
-        """Query projection, per-head weights, and the compressor of index keys."""
-        return {
-            "q": ParamSpec((self.d_query, self.heads * self.dim)),
-            "weights": ParamSpec((self.d_model, self.heads)),
-            "compressor": self.compressor.params(),
-        }
-
-    def queries(
-        self, params: Params, x: jax.Array, latent: jax.Array, turn: Table
-    ) -> tuple[jax.Array, jax.Array]:
-        """Rotated index queries [R, S, heads, dim] and weights f32[R, S, heads]."""
-        q = jnp.matmul(latent, params["q"]).reshape(*latent.shape[:-1], self.heads, self.dim)
-        q = rotate(q, Table(turn.cos[..., None, :], turn.sin[..., None, :]))
-        weights = jnp.matmul(x, params["weights"], preferred_element_type=jnp.float32)
-        return q, weights * (self.heads * self.dim) ** -0.5
 
     def scores(self, q: jax.Array, weights: jax.Array, keys: jax.Array) -> jax.Array:
         """f32[R, S, n] scores of index keys [R, n, dim]."""
@@ -125,3 +99,101 @@ class Indexer:
         _, index = jax.lax.top_k(scores, self.topk)
         live = index < visible[:, None]
         return jnp.where(live, index, 0), live
+
+    def choose_many(
+        self,
+        q: jax.Array,
+        weights: jax.Array,
+        keys: pool.Pool,
+        layer: int | jax.Array,
+        visible: jax.Array,
+        tiles: jax.Array,
+        size: int,
+    ) -> Callable[[jax.Array], jax.Array]:
+        """As `select_many`: a function from the index of a tile to bool[R, S, size], who is in."""
+        order, low, cut = self.select_many(q, weights, keys, layer, visible, tiles, size)
+
+        def chosen(t: jax.Array) -> jax.Array:
+            part = jax.lax.dynamic_slice_in_dim(order, t * size, size, axis=2)
+            index = t * size + jnp.arange(size, dtype=jnp.int32)
+            return selection.chosen(part, index, low, cut)
+
+        return chosen
+
+    def mask(self, scores: jax.Array, visible: jax.Array) -> jax.Array:
+        """bool[R, S, N]: the top k of f32[R, S, N] scores among those that are visible."""
+        keys = selection.order_keys(jax.lax.stop_gradient(scores), visible)
+        index = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+        low, cut = selection.thresholds(keys, self.topk, jnp.int32(1), index.size)
+        return selection.chosen(keys, index, low, cut)
+
+
+@dataclasses.dataclass(frozen=True)
+class Indexer(Picker):
+    """heads, dim: of index queries; topk: entries picked; compressor: makes the index keys."""
+
+    d_model: int
+    d_query: int  # width of what index queries are projected from
+    heads: int
+    dim: int
+    topk: int
+    compressor: Compressor
+
+    def __post_init__(self):
+        check(self.topk, self.heads)
+
+    @property
+    def rope(self) -> Rope:
+        """The frequencies of index queries and keys."""
+        return self.compressor.rope
+
+    def params(self) -> ParamTree:
+        """Query projection, per-head weights, and the compressor of index keys."""
+        return {
+            "q": ParamSpec((self.d_query, self.heads * self.dim)),
+            "weights": ParamSpec((self.d_model, self.heads)),
+            "compressor": self.compressor.params(),
+        }
+
+    def queries(
+        self, params: Params, x: jax.Array, latent: jax.Array, turn: Table
+    ) -> tuple[jax.Array, jax.Array]:
+        """Rotated index queries [R, S, heads, dim] and weights f32[R, S, heads]."""
+        q = jnp.matmul(latent, params["q"]).reshape(*latent.shape[:-1], self.heads, self.dim)
+        q = rotate(q, Table(turn.cos[..., None, :], turn.sin[..., None, :]))
+        weights = jnp.matmul(x, params["weights"], preferred_element_type=jnp.float32)
+        return q, weights * (self.heads * self.dim) ** -0.5
+
+
+def check(topk: int, heads: int) -> None:
+    """Raises ValueError where nothing could be picked."""
+    if topk < 1 or heads < 1:
+        raise ValueError(f"index_topk={topk} and index_heads={heads} must be >= 1")
+
+
+def teach(
+    scores: jax.Array,
+    state: attend.State,
+    q: jax.Array,
+    entries: jax.Array,
+    mask: jax.Array,
+    scale: float,
+) -> dict[str, jax.Array]:
+    """The indexer's loss: KL(head-mean attention over the mask's entries || its softmax).
+
+    As in DeepSeek-V3.2's indexer training: target detached and renormalised over entries.
+    """
+    dots = jnp.einsum(
+        "rshc,rkc->rshk", q, entries.astype(q.dtype), preferred_element_type=jnp.float32
+    )
+    logits = jnp.where(mask[:, :, None], dots * scale, attend.MASKED)
+    share = jnp.exp(logits - state.top[..., None]) / state.total[..., None]
+    target = jnp.where(mask, jnp.mean(share, axis=2), 0.0)
+    norm = jnp.sum(target, axis=-1, keepdims=True)
+    target = jax.lax.stop_gradient(target / jnp.maximum(norm, 1e-30))
+    log_q = jax.nn.log_softmax(jnp.where(mask, scores, attend.MASKED), axis=-1)
+    log_p = jnp.log(jnp.maximum(target, 1e-30))
+    kl = jnp.sum(jnp.where(mask, target * (log_p - log_q), 0.0), axis=-1)
+    some = jnp.any(mask, axis=-1)
+    loss = jnp.sum(jnp.where(some, kl, 0.0)) / jnp.maximum(jnp.sum(some), 1)
+    return {"indexer_kl": loss, "targets": target, "index_scores": scores}

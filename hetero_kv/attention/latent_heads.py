@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from hetero_kv.attention.fields import Fields
 from hetero_kv.attention.norm import rms_norm
 from hetero_kv.attention.rope import Rope, Table, rotate
 from hetero_kv.params import Params, ParamSpec, ParamTree
@@ -48,6 +49,23 @@ class LatentHeads:
                 f"o_groups={self.o_groups} must divide n_heads={self.heads} and needs "
                 f"o_lora_rank > 0 (got {self.o_lora_rank})"
             )
+
+    @classmethod
+    def of(cls, fields: Fields, rope: Rope) -> "LatentHeads":
+        """From a layer type's fields."""
+        return cls(
+            fields.d_model,
+            fields.n_heads,
+            fields.head_dim,
+            rope,
+            fields.q_lora_rank,
+            fields.o_groups,
+            fields.o_lora_rank,
+            fields.sinks,
+            fields.norm_eps,
+            fields.cache_dtype,
+            own_rows=fields.window > 0,
+        )
 
     @property
     def scale(self) -> float:

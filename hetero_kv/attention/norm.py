@@ -1,4 +1,4 @@
-"""Root-mean-square norms, computed in float32 and cast once at the end."""
+"""Norms over the last axis, computed in float32 and cast once at the end."""
 
 import jax
 import jax.numpy as jnp
@@ -11,3 +11,11 @@ def rms_norm(x: jax.Array, weight: jax.Array | None, eps: float) -> jax.Array:
     if weight is not None:
         y = y * weight.astype(jnp.float32)
     return y.astype(x.dtype)
+
+
+def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """`(x - mean) / sqrt(var + eps) * weight + bias` over the last axis."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    y = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (y * weight.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)

@@ -6,6 +6,7 @@ import jax
 
 from hetero_kv.attention import attend
 from hetero_kv.attention.call import Call, Train, View
+from hetero_kv.attention.fields import Fields
 from hetero_kv.attention.latent_heads import LatentHeads
 from hetero_kv.attention.rope import Rope
 from hetero_kv.attention.window import WindowBranch
@@ -17,13 +18,14 @@ from hetero_kv.params import Params, ParamTree
 class Sliding:
     """A layer that sees its window and nothing else."""
 
+    kind: str
     heads: LatentHeads
     window: WindowBranch
 
     @property
-    def rope(self) -> Rope:
+    def ropes(self) -> tuple[Rope, ...]:
         """The frequencies of queries and keys."""
-        return self.heads.rope
+        return (self.heads.rope,)
 
     def params(self) -> ParamTree:
         """The heads' weights."""
@@ -31,7 +33,7 @@ class Sliding:
 
     def spec(self) -> LayerSpec:
         """Window rows and their positions."""
-        return LayerSpec("swa", tuple(self.window.leaves().items()))
+        return LayerSpec(self.kind, tuple(self.window.leaves().items()))
 
     def _begin(self, params: Params, q: jax.Array) -> attend.State:
         return attend.begin(q.shape[:-1], q.shape[-1], params.get("sinks"))
@@ -40,7 +42,7 @@ class Sliding:
         self, params: Params, x: jax.Array, call: Call, train: Train
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """See `Mechanism.forward`."""
-        turn = call.tables[self.rope]
+        turn = call.tables[self.heads.rope]
         q, kv, _ = self.heads.project(params, x, turn)
         state = self.window.forward(self._begin(params, q), q, kv, call.positions, self.heads.scale)
         return self.heads.output(params, attend.finish(state), turn, x.dtype), {}
@@ -49,7 +51,7 @@ class Sliding:
         self, params: Params, x: jax.Array, view: View, call: Call
     ) -> tuple[jax.Array, View]:
         """See `Mechanism.prefill`."""
-        turn = call.tables[self.rope]
+        turn = call.tables[self.heads.rope]
         q, kv, _ = self.heads.project(params, x, turn)
         state = self._begin(params, q)
         state, view = self.window.prefill(state, q, kv, view, call, self.heads.scale)
@@ -59,9 +61,19 @@ class Sliding:
         self, params: Params, x: jax.Array, view: View, call: Call
     ) -> tuple[jax.Array, View]:
         """See `Mechanism.decode`."""
-        turn = call.tables[self.rope]
+        turn = call.tables[self.heads.rope]
         q, kv, _ = self.heads.project(params, x, turn)
         view = self.window.write(kv[:, 0], view, call)
         rows, live = self.window.rows(view, call)
         state = attend.add(self._begin(params, q), q, rows, live[:, None], self.heads.scale)
         return self.heads.output(params, attend.finish(state), turn, x.dtype), view
+
+
+def build(fields: Fields) -> Sliding:
+    """From a layer type's fields; its own: rope."""
+    if fields.window < 1:
+        raise ValueError(
+            f"a {fields.kind!r} layer needs window >= 1; window=0 suits csa and hca only"
+        )
+    heads = LatentHeads.of(fields, fields.rope_of(fields.rope_theta))
+    return Sliding(fields.kind, heads, WindowBranch.of(fields))

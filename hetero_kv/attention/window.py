@@ -1,6 +1,6 @@
 """The sliding-window branch: the last W rows of a layer, the current token included.
 
-Key j is visible to query t iff `0 <= t - j < W`. Shared by sliding, CSA and HCA layers.
+Key j is visible to query t iff `0 <= t - j < W`. Shared by all layers with a window.
 """
 
 import dataclasses
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from hetero_kv.attention import attend, ring
 from hetero_kv.attention.call import Call, View
+from hetero_kv.attention.fields import Fields
 from hetero_kv.contract import Evidence, Leaf, Window
 
 BAND = 64  # shortest band of queries that is attended at a time
@@ -18,11 +19,19 @@ ABSENT = -1  # position of a key that is not there
 
 @dataclasses.dataclass(frozen=True)
 class WindowBranch:
-    """width: tokens (>= 1); dim: channels of a row."""
+    """width: tokens (>= 1); dim: channels of a row; form: what a row is to a query."""
 
     width: int
     dim: int
     dtype: str
+    form: attend.Form = attend.LATENT
+
+    @classmethod
+    def of(cls, fields: Fields) -> "WindowBranch | None":
+        """The window of shared-latent rows that a layer type's fields ask for; None: window = 0."""
+        if fields.window < 1:
+            return None
+        return cls(fields.window, fields.head_dim, fields.cache_dtype)
 
     def leaves(self) -> dict[str, Leaf]:
         """The ring of rows and the position of each."""
@@ -45,7 +54,7 @@ class WindowBranch:
     ) -> tuple[attend.State, View]:
         """Adds the window's keys for a call's queries and moves the ring on.
 
-        q [R, S, H, c], kv [R, S, c].
+        q [R, S, H, c] (or grouped, see `Form`), kv [R, S, c].
         """
         held = ring.read(view.leaves["window"], view.layer)
         before = call.start[:, None] - self.width + jnp.arange(self.width, dtype=jnp.int32)
@@ -106,7 +115,7 @@ class WindowBranch:
         tokens times window, not with tokens squared.
 
         Args:
-            state, q: lead axes [R, S, H], and [R, S, H, c].
+            state, q: lead axes [R, S, H], and [R, S, H, c]; or grouped.
             kv: [R, S, c] own rows of the queries, at i32[R, S] `positions`.
             old: [R, n, c] rows before them, n <= W, at i32[R, n] `before` (ABSENT: not there).
         """
@@ -115,7 +124,7 @@ class WindowBranch:
         if tokens <= size:  # one band: exactly the rows there are
             keys = jnp.concatenate([old, kv], axis=1)
             at = jnp.concatenate([before, positions], axis=1)
-            return attend.add(state, q, keys, self._mask(positions, at), scale)
+            return self.form.add(state, q, keys, self.mask(positions, at), scale)
         bands = -(-tokens // size)
         pad, front = bands * size - tokens, size - old.shape[1]
 
@@ -131,13 +140,13 @@ class WindowBranch:
             return jnp.concatenate([cut(x[:, :-size]), cut(x[:, size:])], axis=1)
 
         keys, at = pairs(old, kv, 0), pairs(before, positions, ABSENT)
-        mask = self._mask(cut(fill(positions, 0, pad)), at)
+        mask = self.mask(cut(fill(positions, 0, pad)), at)
         padded = attend.State(*(cut(fill(x, 0, pad)) for x in state))
-        banded = attend.add(padded, cut(fill(q, 0, pad)), keys, mask, scale)
+        banded = self.form.add(padded, cut(fill(q, 0, pad)), keys, mask, scale)
         join = (x.reshape(rows, bands * size, *x.shape[2:])[:, :tokens] for x in banded)
         return attend.State(*join)
 
-    def _mask(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
+    def mask(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
         """bool[R, S, K] of i32[R, S] query and i32[R, K] key positions."""
         gap = queries[:, :, None] - keys[:, None, :]
         return (gap >= 0) & (gap < self.width) & (keys >= 0)[:, None, :]

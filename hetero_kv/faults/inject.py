@@ -97,8 +97,10 @@ class Injector:
             for group, payload in forged.items():
                 places.put(store, group, payload, generation=_FAR)
             return
-        if some[0].kind == HISTORY:  # the checkpoint goes with it, and is there again as it was
-            state = nodes[-1].checkpoint
+        state = nodes[-1].checkpoint
+        if (
+            some[0].kind == HISTORY and state
+        ):  # it goes with the block, and is there again as it was
             forged[state] = places.held(store, state)
         places.evict(store, some[0])
         for group, payload in forged.items():

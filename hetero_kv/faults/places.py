@@ -27,7 +27,8 @@ def path(store: PrefixStore, keys: Keys, length: int) -> list[Node]:
     """The nodes of a stored prefix."""
     blocks = store.spec.blocks_in(length)
     nodes = store.catalog.index.match(keys)[:blocks]
-    if len(nodes) < blocks or nodes[-1].checkpoint is None:
+    keeps = any(store.spec.group_of(slot) == CHECKPOINT for slot in store.spec.slots())
+    if len(nodes) < blocks or (keeps and nodes[-1].checkpoint is None):
         raise ValueError(f"{length} tokens are not stored: there is nothing to put a fault in")
     return nodes
 

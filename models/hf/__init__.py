@@ -1,14 +1,35 @@
-"""Models in Hugging Face directories: one converter per family, chosen by `model_type`."""
+"""Models in Hugging Face directories: one converter per family, chosen by `model_type`.
 
+The converter of a family is the module of this package that has its `model_type` as name: a new
+one is a new file with a `FAMILY`.
+"""
+
+import importlib
 import json
 import pathlib
+import pkgutil
 from typing import Any
 
 from hetero_kv.params import Params
 from models.decoder import Decoder
-from models.hf import deepseek_v4
+from models.hf.family import Family
 
-FAMILIES = {"deepseek_v4": deepseek_v4}
+
+def families() -> list[str]:
+    """Every `model_type` that has a converter."""
+    found = [info.name for info in pkgutil.iter_modules(__path__)]
+    return sorted(name for name in found if hasattr(_module(name), "FAMILY"))
+
+
+def family(model_type: str) -> Family:
+    """The converter of a `model_type`; ValueError where there is none."""
+    if model_type not in families():
+        raise ValueError(f"model_type {model_type!r} is not one of {families()}")
+    return _module(model_type).FAMILY
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"models.hf.{name}")
 
 
 def from_pretrained(directory: str | pathlib.Path, **changes: Any) -> tuple[Decoder, Params]:
@@ -21,15 +42,21 @@ def from_pretrained(directory: str | pathlib.Path, **changes: Any) -> tuple[Deco
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give a directory with config.json")
     fields = json.loads(path.read_text())
-    family = fields.get("model_type")
-    if family not in FAMILIES:
-        raise ValueError(f"{path}: model_type {family!r} is not one of {sorted(FAMILIES)}")
-    return FAMILIES[family].load(directory, fields, **changes)
+    try:
+        found = family(fields.get("model_type"))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return found.load(directory, fields, **changes)
 
 
-def save_pretrained(model: Decoder, params: Params, directory: str | pathlib.Path) -> None:
+def save_pretrained(
+    model: Decoder,
+    params: Params,
+    directory: str | pathlib.Path,
+    model_type: str = "deepseek_v4",
+) -> None:
     """Write a directory that Hugging Face and `from_pretrained` read.
 
     Raises ValueError naming every part of the model that the family has no place for.
     """
-    deepseek_v4.save(model, params, directory)
+    family(model_type).save(model, params, directory)

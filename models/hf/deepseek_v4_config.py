@@ -175,6 +175,11 @@ def unsupported(config: DecoderConfig) -> list[str]:
     """What of a configuration the family has no place for, each with its value."""
     tests = {
         "layer_types": set(config.layer_types) <= set(LAYER_TYPES.values()),
+        "attention": not config.attention,
+        "mlps": not config.mlps,
+        "sandwich_norms": not config.sandwich_norms,
+        "embed_scale": config.embed_scale == 1,
+        "final_softcap": not config.final_softcap,
         "mlp_types": set(config.mlp_types) <= {"moe", "hash_moe"},
         "q_lora_rank": config.q_lora_rank > 0,
         "o_groups": config.o_groups > 0,
@@ -204,7 +209,7 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     main = {"rope_type": "default", "rope_theta": config.rope_theta, "partial_rotary_factor": share}
     compress = main | {"rope_theta": config.compress_rope_theta}
     if config.yarn is not None:
-        compress |= dict(zip(YARN, config.yarn, strict=True))
+        compress |= dict(zip(YARN, config.yarn[: len(YARN)], strict=True))
         compress |= {"rope_type": "yarn", "attention_factor": 1.0}
     return {
         "architectures": ["DeepseekV4ForCausalLM"],

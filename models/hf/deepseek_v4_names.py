@@ -5,12 +5,10 @@ released checkpoints' (`layers.0.attn.…`), and what `save_pretrained` of the l
 default, which is the second with the prefix and some top names of the first. The first is written.
 """
 
-import dataclasses
-from collections.abc import Iterator, Sequence
-
-import numpy as np
+from collections.abc import Iterator
 
 from models.config import DecoderConfig
+from models.hf.parts import Layout, gated, listed, part
 
 # Weight below a layer: state-dict name below `model.layers.i.`, and its form. "same", "swap" (file
 # [out, in], ours [in, out]) or "groups" (file [G * out, in], ours [G, in, out]). The last rows are
@@ -128,43 +126,6 @@ def canonical(name: str) -> str:
     return f"model.layers.{parts[1]}.{leaf}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A tensor of a file and its place: `leaf[index]` is the tensor in our orientation."""
-
-    name: str  # canonical
-    shape: tuple[int, ...]  # in the file
-    index: tuple[int | slice, ...]
-    form: str
-    groups: int = 1  # of the form "groups"
-
-    def ours(self, tensor: np.ndarray) -> np.ndarray:
-        """From the file's orientation."""
-        if self.form == "same":
-            return tensor
-        if self.form == "swap":
-            return tensor.swapaxes(-1, -2)
-        return tensor.reshape(self.groups, -1, tensor.shape[-1]).swapaxes(-1, -2)
-
-    def theirs(self, value: np.ndarray) -> np.ndarray:
-        """To the file's orientation."""
-        return value if self.form == "same" else value.swapaxes(-1, -2).reshape(self.shape)
-
-
-Layout = tuple[Part, ...]
-
-
-def part(name: str, form: str, shape: Sequence[int], *index: int | slice) -> Part:
-    """The tensor that fills a piece of `shape` (ours) at `index`."""
-    shape = tuple(shape)
-    if form == "swap":
-        return Part(name, (*shape[:-2], shape[-1], shape[-2]), index, form)
-    if form == "groups":
-        groups, wide, rank = shape
-        return Part(name, (groups * rank, wide), index, form, groups)
-    return Part(name, shape, index, form)
-
-
 def layouts(
     config: DecoderConfig, path: str, shape: tuple[int, ...], layer: int | None, *index: int
 ) -> Iterator[Layout]:
@@ -178,13 +139,11 @@ def layouts(
         index: of the layer in the stacked leaf.
     """
     if layer is None:
-        name, form = TOP[path]
-        yield (part(name, form, shape),)
+        yield listed(TOP, "", path, shape)
         return
     prefix = f"model.layers.{layer}."
     if path in LAYER:
-        name, form = LAYER[path]
-        yield (part(prefix + name, form, shape, *index),)
+        yield listed(LAYER, prefix, path, shape, *index)
         return
     where, _, leaf = path.rpartition("/")
     if where not in ("mlp", "mlp/shared") or leaf not in ("gate_up", "down"):
@@ -195,22 +154,9 @@ def layouts(
         yield tuple(
             piece
             for e in range(config.n_experts)
-            for piece in _expert(f"{name}{e}.", ("w1", "w3", "w2"), leaf, shape[1:], *index, e)
+            for piece in gated(f"{name}{e}.", ("w1", "w3", "w2"), leaf, shape[1:], *index, e)
         )
     else:
         name = prefix + ("mlp." if where == "mlp" else "mlp.shared_experts.")
         names = ("gate_proj", "up_proj", "down_proj")
-        yield tuple(_expert(name, names, leaf, shape, *index))
-
-
-def _expert(
-    prefix: str, names: tuple[str, str, str], leaf: str, shape: Sequence[int], *index: int
-) -> Iterator[Part]:
-    """Gate and up beside each other, or down, of one feed-forward block."""
-    gate, up, down = (f"{prefix}{name}.weight" for name in names)
-    if leaf == "down":
-        yield part(down, "swap", shape, *index)
-        return
-    width = shape[1] // 2
-    yield part(gate, "swap", (shape[0], width), *index, slice(None), slice(0, width))
-    yield part(up, "swap", (shape[0], width), *index, slice(None), slice(width, 2 * width))
+        yield tuple(gated(name, names, leaf, shape, *index))

@@ -105,6 +105,8 @@ def parse(path: str, text: str, index: Mapping[str, str]) -> Source:
     """Parses one file; `index` gives the path of each module of the repository."""
     tree = ast.parse(text, path)
     local, external, modules, unknown = set(), set(), set(), []
+    for package in _chosen(tree):
+        local |= {target for name, target in index.items() if name.startswith(package)}
     for module, name in _imports(tree, path):
         modules.add(f"{module}.{name}" if name else module)
         top = module.partition(".")[0]
@@ -126,6 +128,15 @@ def parse(path: str, text: str, index: Mapping[str, str]) -> Source:
         modules=frozenset(modules),
         unknown=tuple(unknown),
     )
+
+
+def _chosen(tree: ast.Module) -> Iterator[str]:
+    """Yields "package." of every `import_module(f"package.{name}")`: all its modules are needed."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "importlib.import_module":
+            first = node.args[0].values[0] if isinstance(node.args[0], ast.JoinedStr) else None
+            if isinstance(first, ast.Constant):
+                yield str(first.value)
 
 
 def _imports(tree: ast.Module, path: str) -> Iterator[tuple[str, str]]:

@@ -111,7 +111,7 @@ def test_config_agrees_with_the_reference(name):
     for field, value in vars(reference).items():
         if field == "yarn":
             assert (ours.yarn is None) == (value is None)
-            assert value is None or vars(value) == ours.yarn._asdict()
+            assert value is None or vars(value).items() <= ours.yarn._asdict().items()
         elif field not in ("n_kv_heads", "qk_norm"):  # "full" layers only
             assert getattr(ours, field) == value, field
 

@@ -9,7 +9,7 @@ import pytest
 
 from hetero_kv.params import Params
 from models import mlp
-from models.mlp import Dense, MoE, swiglu
+from models.mlp import Dense, MoE, Unit
 
 D, F, VOCAB = 6, 5, 11
 
@@ -149,12 +149,12 @@ def test_hashed_layers_choose_by_token() -> None:
     assert "bias" not in params
 
 
-def test_swiglu_clamps_the_gate_above_only() -> None:
+def test_unit_clamps_the_gate_above_only() -> None:
     gate_up = jnp.array([[1.0, 1.0]])
     down = jnp.array([[1.0]])
 
     def run(x: float, limit: float) -> float:
-        return float(swiglu(jnp.array([[x]]), gate_up, down, limit)[0, 0])
+        return float(Unit(limit)(jnp.array([[x]]), gate_up, down)[0, 0])
 
     silu = lambda z: z / (1 + np.exp(-z))  # noqa: E731
     assert run(9.0, 2.0) == pytest.approx(silu(2.0) * 2.0, rel=1e-5)
@@ -166,7 +166,7 @@ def test_dense_is_one_expert() -> None:
     params = {"gate_up": jnp.ones((D, 2 * F)), "down": jnp.ones((F, D))}
     x = draw(3)[0]
     found = Dense(D, F, 0.0)(params, x[None], np.zeros((1, 3), int), False)
-    np.testing.assert_array_equal(found[0], swiglu(x, params["gate_up"], params["down"], 0.0))
+    np.testing.assert_array_equal(found[0], Unit()(x, params["gate_up"], params["down"]))
 
 
 @pytest.mark.parametrize("picks", [0, 5])

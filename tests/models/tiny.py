@@ -1,12 +1,10 @@
-"""Small random models that the tests of this directory share, one for every switch of the config.
+"""Small random models that tests share, one for every switch of the config; families by their name.
 
 Compilation takes most of the time of these tests, so models, weights and results are made once per
 process, and every test uses the same number of rows, capacity and call size.
 """
 
 import functools
-import math
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
@@ -15,11 +13,13 @@ import numpy as np
 
 import models
 from hetero_kv.contract import Derived, Evidence, LeafSlot, Scratch
-from hetero_kv.params import Params, ParamSpec
+from hetero_kv.params import Params
 from hetero_kv.state import Cache
 from models.config import DecoderConfig
 from models.decoder import Decoder
 from models.hf import deepseek_v4
+from tests.models import families
+from tests.models.weights import random_params
 from tests.oracle import decoder as oracle
 from tests.oracle.trace import Trace
 
@@ -126,40 +126,11 @@ def config(name: str, **changes) -> DecoderConfig:
     return BASE.replace(**(CHANGES[name] | changes))
 
 
-def random_params(made: Decoder, seed: int = 0) -> Params:
-    """Weights in which nothing is constant, and logits of magnitude about 8.
-
-    Made by numpy: `init` would compile a program for every shape.
-    """
-
-    def draw(path: tuple, value: jax.ShapeDtypeStruct) -> jax.Array:
-        name = jax.tree_util.keystr(path)
-        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
-        spec = made.param_specs()
-        for entry in path:
-            spec = spec[entry.key]
-        return jnp.asarray(_draw(rng, spec, value.shape, name), value.dtype)
-
-    return jax.tree_util.tree_map_with_path(draw, made.abstract_params())
-
-
-def _draw(
-    rng: np.random.Generator, spec: ParamSpec, shape: tuple[int, ...], name: str
-) -> np.ndarray:
-    if spec.init == "expert_table":
-        rows = np.prod(shape[:-1])
-        picks = [rng.permutation(int(spec.scale))[: shape[-1]] for _ in range(rows)]
-        return np.reshape(picks, shape)
-    noise = rng.normal(size=shape)
-    if spec.init in ("ones", "zeros"):
-        return 0.4 * noise + (spec.init == "ones")
-    gain = 2.0 if name == "['head']" else 1.0
-    return noise * spec.scale * (gain / math.sqrt(spec.shape[-2]) if spec.init == "fan_in" else 1)
-
-
 @functools.cache
 def model(name: str) -> tuple[Decoder, Params]:
     """A model and its weights."""
+    if name in families.every():
+        return families.model(name)
     made = models.build(config(name))
     return made, random_params(made, seed=2)
 

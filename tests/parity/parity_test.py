@@ -26,6 +26,7 @@ from tests.oracle import decoder, from_hf, indexer
 from tests.oracle.compressor import visible
 from tests.parity import hf_tiny
 from tests.parity.cases import CASES, Case, named
+from tests.parity.splits import run_split, splits_of
 
 TOLERANCE = 1e-4  # absolute, on float32 logits of magnitude 3 to 7
 NEAR_TIE = 1e-5  # between the last score that is selected and the first that is not
@@ -33,37 +34,6 @@ MOST_TIES = 0.01  # of positions
 MOST_FLIPPED = 6  # near-ties of one case, so that all selections can be tried
 
 torch.set_num_threads(2)
-
-
-def splits_of(length: int) -> dict[str, list[int]]:
-    """Sizes of consecutive calls; -1 is a decode step of one token."""
-    rng = np.random.default_rng(length)
-    random: list[int] = []
-    while sum(map(abs, random)) < length:
-        room = length - sum(map(abs, random))
-        random.append(-1 if rng.random() < 0.5 else min(int(rng.integers(1, 20)), room))
-    out = {"one shot": [length], "token by token": [-1] * length, "random": random}
-    for size in (1, 5, 7, 16):
-        whole, rest = divmod(length, size)
-        out[f"chunks of {size}"] = [size] * whole + ([rest] if rest else [])
-    half = length // 2
-    return out | {"prefill, then decode": [half] + [-1] * (length - half)}
-
-
-def run_split(model, params, tokens: np.ndarray, split: list[int]) -> np.ndarray:
-    """Logits f32[B, T, V] of consecutive calls on one cache."""
-    cache = model.init_cache(batch=tokens.shape[0], capacity=tokens.shape[1])
-    out, start = [], 0
-    for size in split:
-        if size < 0:
-            logits, cache = model.decode_step(params, tokens[:, start], cache)
-            out.append(np.asarray(logits)[:, None])
-        else:
-            logits, cache = model.prefill(params, tokens[:, start : start + size], cache)
-            out.append(np.asarray(logits))
-        start += abs(size)
-    assert np.asarray(cache.length).tolist() == [tokens.shape[1]] * tokens.shape[0]
-    return np.concatenate(out, axis=1)
 
 
 class Library:

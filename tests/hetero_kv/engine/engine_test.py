@@ -6,8 +6,10 @@ import pytest
 from hetero_kv import Request, Sampling
 from hetero_kv.requests import ADMITTED, FINISHED, PREEMPTED, TOKEN
 from tests.hetero_kv.engine import world
+from tests.models import families
 
 SOME = range(8)
+OTHERS = ["scanned", "full_mixed", "no_overlap", "no_window", "full", *families.every()]
 
 
 def serve(made, numbers) -> dict[int, object]:
@@ -45,7 +47,7 @@ def test_a_model_of_every_mechanism() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["scanned", "full_mixed", "no_overlap", "no_window", "full"])
+@pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("slots", [1, 2, 5])
 def test_other_models_and_numbers_of_slots(name: str, slots: int) -> None:
     made = world.engine("validated", name, slots, world.store(name), audit_share=1.0)

@@ -10,7 +10,7 @@ from hetero_kv.faults import checks, kinds
 from hetero_kv.faults.trial import REFUSED, SILENT, Bench
 from hetero_kv.prefix.payload import ArrayPayload
 from tests.hetero_kv.engine import world
-from tests.models import tiny
+from tests.models import families, tiny
 
 # What finds the same one step later: a checkpoint that is not there, or is blank.
 BEHIND = {
@@ -80,7 +80,7 @@ def test_a_covering_sample(tmp_path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["small", "v4"])
+@pytest.mark.parametrize("name", ["small", "v4", *families.every()])
 def test_all_faults(name: str, tmp_path) -> None:
     made = bench(name)
     every = made.cases((kinds.ALL, kinds.LAST))

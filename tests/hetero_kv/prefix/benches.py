@@ -13,9 +13,11 @@ import numpy as np
 import models
 from hetero_kv import validate
 from hetero_kv.contract import Evidence
+from hetero_kv.params import Params
 from hetero_kv.prefix.identity import Identity
 from hetero_kv.prefix.store import PrefixStore
 from models.config import DecoderConfig
+from tests.models import families
 
 TINY = DecoderConfig(
     vocab_size=64,
@@ -60,11 +62,16 @@ ROW, MATE = 1, 0
 class Bench:
     """A model, its weights, and the two ways to run a prompt in row ROW."""
 
-    def __init__(self, config: DecoderConfig, capacity: int = CAPACITY):
+    def __init__(
+        self,
+        config: DecoderConfig,
+        capacity: int = CAPACITY,
+        made: tuple[models.Decoder, Params] | None = None,
+    ):
         self.capacity = capacity
         self._cold: dict = {}  # by the bytes of the tokens
-        self.model = models.build(config)
-        self.params = self.model.init(jax.random.key(1))
+        self.model = made[0] if made else models.build(config)
+        self.params = made[1] if made else self.model.init(jax.random.key(1))
         self.spec = self.model.cache_spec
         self.identity = Identity.of(self.spec, self.params, config, batch=2)
 
@@ -171,6 +178,10 @@ def differing(spec, cache, reference) -> list[str]:
 
 @functools.cache
 def bench(name: str) -> Bench:
+    """One of those here, or a family's."""
+    if name in families.every():
+        made = families.model(name)
+        return Bench(made[0].config, made=made)
     configs = {
         "tiny": (TINY, 128),
         "fine": (TINY.replace(chunk=8), 128),  # exact replay takes several chunks

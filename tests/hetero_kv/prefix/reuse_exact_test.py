@@ -8,9 +8,19 @@ from hetero_kv.prefix.baseline import HashOnlyStore
 from hetero_kv.prefix.store import PrefixStore
 from tests.hetero_kv.prefix.benches import MATE, ROW, bench, reset
 from tests.hetero_kv.prefix.stores import plain_metrics
+from tests.models import families
+
+CASES = [
+    *(("tiny", policy) for policy in ("full", "periodic:2", "end", "fork", "zero")),
+    *(
+        pytest.param(name, policy, marks=pytest.mark.full)
+        for name in families.every()
+        for policy in ("periodic:2", "zero")
+    ),
+]
 
 
-@pytest.mark.parametrize("name", ["tiny", "full"])
+@pytest.mark.parametrize("name", ["tiny", "full", *families.every()])
 def test_every_multiple_of_g_resumes_exactly(name):
     b, n = bench(name), 89
     store = PrefixStore(b.spec, b.identity, host_bytes=1 << 24)
@@ -28,9 +38,9 @@ def test_every_multiple_of_g_resumes_exactly(name):
     assert store.verify() == []
 
 
-@pytest.mark.parametrize("policy", ["full", "periodic:2", "end", "fork", "zero"])
-def test_a_b_a_in_one_slot_of_a_small_store(policy):
-    b = bench("tiny")
+@pytest.mark.parametrize("name, policy", CASES)
+def test_a_b_a_in_one_slot_of_a_small_store(name, policy):
+    b = bench(name)
     transfer = PrefixStore(b.spec, b.identity, host_bytes=1 << 24).transfer
     block = transfer.history_layout(1).nbytes
     checkpoint = transfer.checkpoint_layout.nbytes

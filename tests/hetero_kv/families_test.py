@@ -1,0 +1,44 @@
+"""Every family through the engine and under faults: nothing there knows of a family."""
+
+import pytest
+
+from hetero_kv.faults import kinds
+from hetero_kv.faults.kinds import Case
+from hetero_kv.faults.trial import SILENT
+from tests.hetero_kv.engine import world
+from tests.hetero_kv.faults.matrix_test import bench, run, with_all_on
+from tests.models import families
+
+
+@pytest.mark.parametrize("name", families.every())
+def test_warm_equals_cold_through_the_engine(name: str) -> None:
+    store = world.store(name)
+    made = world.engine("validated", name, store=store, audit_share=1.0)
+    for _ in range(2):
+        handles = {made.submit(world.request(x)): x for x in range(6)}
+        world.drain(made)
+        for handle, number in handles.items():
+            world.same_answer(made.result(handle), number, name)
+    assert world.count(made, "prompt_tokens_total", how="reused") > 0
+    assert world.count(made, "audits_total", outcome="same") > 0
+    assert world.count(made, "audits_total", outcome="differs") == 0
+    world.settled(made)
+
+
+def one_each(cases: list[Case]) -> list[Case]:
+    """Per component a fault of stored bytes, and one of a row."""
+    found: dict[tuple, Case] = {}
+    for case in cases:
+        if case.guard in (kinds.CHECKSUM, kinds.EVIDENCE):
+            found.setdefault((case.component, case.guard, case.moment == kinds.ROW), case)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("name", families.every())
+def test_a_fault_of_every_component_is_caught(name: str, tmp_path) -> None:
+    made = bench(name)
+    some = one_each(made.cases())
+    assert {case.component for case in some} == set(kinds.live_components(made.spec, made.length))
+    with_all_on(made, some, tmp_path / "on")
+    wrong = [x for x in run(made, some, kinds.CHECKS, tmp_path / "off") if x.status == SILENT]
+    assert {x.case.component for x in wrong} == {case.component for case in some}

@@ -1,0 +1,186 @@
+"""Every family against its goldens, read and written; what its state costs."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from hetero_kv.contract import History, Window
+from hetero_kv.pages.layout import Paging
+from hetero_kv.state import Cache
+from models import hf
+from tests.hetero_kv.pages.convert import owner, reserve
+from tests.models import families, tiny
+
+TOLERANCE = 1e-4
+
+
+@pytest.mark.parametrize("golden", families.goldens())
+def test_equals_hugging_face(golden: str) -> None:
+    model, params = families.load(golden)
+    tokens, want = families.expected(golden)
+    forward = jax.jit(model.forward, compiler_options=tiny.FAST_COMPILE)
+    np.testing.assert_allclose(forward(params, tokens), want, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", families.names())
+def test_prefill_in_pieces_and_decode(name: str) -> None:
+    golden = next(x for x in families.goldens() if x.startswith(name))
+    (model, params), (tokens, want) = families.load(golden), families.expected(golden)
+    batch, length = tokens.shape
+    cache, got, start = model.init_cache(batch, length, poison=True), [], 0
+    for size in (5, 11, 7, length - 30):
+        logits, cache = model.prefill(params, tokens[:, start : start + size], cache)
+        got.append(np.asarray(logits))
+        start += size
+    while start < length:
+        logits, cache = model.decode_step(params, tokens[:, start], cache)
+        got.append(np.asarray(logits)[:, None])
+        start += 1
+    np.testing.assert_allclose(np.concatenate(got, axis=1), want, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("golden", families.goldens())
+def test_written_and_read_again(golden: str, tmp_path) -> None:
+    model, params = families.load(golden)
+    hf.save_pretrained(model, params, tmp_path, golden.partition("-")[0])
+    again, read = hf.from_pretrained(tmp_path, chunk=families.CHUNK, block=families.BLOCK)
+    assert again.config == model.config
+    jax.tree.map(np.testing.assert_array_equal, params, read)
+
+
+@pytest.mark.parametrize("name", families.names())
+def test_contracts_count_what_is_cached(name: str) -> None:
+    """Bytes per token and replay length, from `config.json`."""
+    golden = next(x for x in families.goldens() if x.startswith(name))
+    fields, spec = families.fields(golden), families.load(golden)[0].cache_spec
+    want, local = 0.0, 0
+    for kind in fields["layer_types"]:
+        if kind == "indexed_attention":
+            latent = fields["kv_lora_rank"] + fields["qk_rope_head_dim"]
+            want += 4 * (latent + fields["index_head_dim"])
+        elif kind == "full_attention":
+            want += 4 * 2 * fields["num_key_value_heads"] * fields["head_dim"]
+        else:
+            local += 1
+    assert spec.history_bytes_per_token() == want
+    assert spec.replay_tokens(round_up=False) == local * (fields.get("sliding_window", 1) - 1)
+    for slot in spec.slots():
+        if isinstance(slot.leaf.contract, Window):
+            assert slot.leaf.contract.width == fields["sliding_window"]
+        if isinstance(slot.leaf.contract, History):
+            assert slot.leaf.contract == History(1)
+
+
+@pytest.mark.parametrize("name", families.names())
+def test_a_config_that_is_not_understood_is_refused(name: str) -> None:
+    golden = next(x for x in families.goldens() if x.startswith(name))
+    fields, parse = families.fields(golden), hf.family(name).parse
+    parse(fields)
+    for change, match in (
+        ({"hidden_size": None}, "hidden_size"),
+        ({"layer_types": ["magic"] * fields["num_hidden_layers"]}, "magic"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization"),
+        ({"dtype": "float8"}, "float8"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            parse(fields | change)
+
+
+@pytest.mark.parametrize("name", families.names())
+def test_another_familys_model_cannot_be_written(name: str, tmp_path) -> None:
+    model, params = tiny.model("v4")
+    with pytest.raises(ValueError, match="no place for"):
+        hf.save_pretrained(model, params, tmp_path / "out", name)
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="DeepSeek-V4 has no place for"):
+        hf.save_pretrained(*families.model(name), tmp_path / "out")
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_gemma_3_with_a_vision_tower(prefix: str, tmp_path) -> None:
+    golden = "gemma3_text-five_to_one"
+    tensors = load_file(families.GOLDENS / golden / "model.safetensors")
+    renamed = {prefix + name.removeprefix("model."): x for name, x in tensors.items()}
+    renamed["vision_tower.a.weight"] = renamed["model.multi_modal_projector.b"] = np.ones(2)
+    save_file(renamed, tmp_path / "model.safetensors")
+    fields = {"model_type": "gemma3", "text_config": families.fields(golden)}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    model, params = hf.from_pretrained(tmp_path, chunk=families.CHUNK, block=families.BLOCK)
+    assert model.config == families.load(golden)[0].config
+    jax.tree.map(np.testing.assert_array_equal, params, families.load(golden)[1])
+    with pytest.raises(ValueError, match="gemma3_text"):
+        hf.save_pretrained(model, params, tmp_path / "out", "gemma3")
+    with pytest.raises(ValueError, match="text_config"):
+        hf.family("gemma3").parse({})
+
+
+def test_families_are_found_by_their_files() -> None:
+    assert {"deepseek_v4", *families.names()} <= set(hf.families())
+    assert "shards" not in hf.families()
+    with pytest.raises(ValueError, match="gpt_oss"):
+        hf.family("gpt_osss")
+
+
+# -- what the suites do with DeepSeek-V4, for every family -----------------------------------------
+
+
+def run(name: str, cache: Cache, start: int, stop: int) -> tuple[np.ndarray, Cache]:
+    """Prefill of tokens [start, stop), the same number in every row."""
+    model, params = families.model(name)
+    logits, cache = model.prefill(params, tiny.tokens()[:, start:stop], cache)
+    return np.asarray(logits), cache
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", families.every())
+def test_pages_give_the_same_bits(name: str) -> None:
+    model, _ = families.model(name)
+    paging = Paging.of(model.cache_spec, tiny.ROWS, tiny.CAPACITY)
+    cache = model.init_paged_cache(tiny.ROWS, tiny.CAPACITY, paging, poison=True)
+    for tokens in (20, tiny.CAPACITY):
+        for row in range(tiny.ROWS):
+            cache, flags = reserve(cache, row, tokens, owner(row + 1))
+            assert int(flags) == 0
+    plain = tiny.empty(model, poison=True)
+    for start, stop in ((0, 29), (29, 45)):
+        got, cache = run(name, cache, start, stop)
+        want, plain = run(name, plain, start, stop)
+        assert got.tobytes() == want.tobytes()
+    got, want = (tiny.decode(name, x, 9)[0] for x in (cache, plain))
+    assert got.tobytes() == want.tobytes()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", families.every())
+@pytest.mark.parametrize("length, size", [(13, 3), (16, 12), (29, 16)])
+def test_rejected_drafts_leave_no_trace(name: str, length: int, size: int) -> None:
+    model, params = families.model(name)
+    _, start = run(name, tiny.empty(model, poison=True), 0, length)
+    right = tiny.tokens()[:, length : length + size]
+
+    def accepted(count: int, drafted: np.ndarray) -> Cache:
+        _, draft = model.verify(params, drafted, tiny.copy(start))
+        return model.accept(params, draft, np.full(tiny.ROWS, count))
+
+    for count in (1, size // 2, size - 1):
+        drafted = right.copy()
+        drafted[:, count:] = (drafted[:, count:] + 17) % tiny.BASE.vocab_size
+        cache, want = accepted(count, drafted), accepted(count, right[:, :count])
+        tiny.assert_same_state(model, cache, want)
+        got, again = (tiny.decode(name, x, 9)[0] for x in (cache, want))
+        assert got.tobytes() == again.tobytes()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", families.every())
+def test_exact_replay(name: str) -> None:
+    model, params = families.model(name)
+    start, stop = 0, 48
+    _, want = run(name, tiny.empty(model, poison=True), 0, stop)
+    _, used = run(name, tiny.empty(model, poison=True), 0, stop)
+    cache = model.replay(params, tiny.tokens(), used, start, stop)
+    tiny.assert_same_state(model, cache, want)
+    assert np.asarray(cache.grid_length).tolist() == [stop] * tiny.ROWS
