@@ -16,17 +16,6 @@ from absl import app, flags
 from experiments import run_record, sweep_jobs, sweep_plan, sweep_results
 
 _FLAGS = flags.FLAGS
-flags.DEFINE_string("runner", None, "module that is run: experiments.train")
-flags.DEFINE_string("config", None, "its configuration file")
-flags.DEFINE_multi_string("grid", [], "path=value,value; several are combined as --mode says")
-flags.DEFINE_multi_string("set", [], "path=value of every cell")
-flags.DEFINE_enum("mode", "product", sweep_plan.MODES, "how several --grid are combined")
-flags.DEFINE_integer("seeds", 1, "seeds 0, 1, … of every cell")
-flags.DEFINE_string("seed_field", "seed", "the field that takes the seed")
-flags.DEFINE_integer("jobs", 1, "cells at a time, each pinned to cores of its own")
-flags.DEFINE_integer("retries", 1, "how often a failed cell is tried again")
-flags.DEFINE_string("out", "runs/sweep", "directory of the sweep")
-flags.DEFINE_string("drop", sweep_results.TIMES, "results whose names match are left out")
 
 
 def run(
@@ -94,6 +83,21 @@ def main(argv: list[str]) -> None:
         raise SystemExit(1)
 
 
+def _define() -> None:
+    flags.DEFINE_string("runner", None, "module that is run: experiments.train")
+    flags.DEFINE_string("config", None, "its configuration file")
+    flags.DEFINE_multi_string("grid", [], "path=value,value; several are combined as --mode says")
+    flags.DEFINE_multi_string("set", [], "path=value of every cell")
+    flags.DEFINE_enum("mode", "product", sweep_plan.MODES, "how several --grid are combined")
+    flags.DEFINE_integer("seeds", 1, "seeds 0, 1, … of every cell")
+    flags.DEFINE_string("seed_field", "seed", "the field that takes the seed")
+    flags.DEFINE_integer("jobs", 1, "cells at a time, each pinned to cores of its own")
+    flags.DEFINE_integer("retries", 1, "how often a failed cell is tried again")
+    flags.DEFINE_string("out", "runs/sweep", "directory of the sweep")
+    flags.DEFINE_string("drop", sweep_results.TIMES, "results whose names match are left out")
+
+
 if __name__ == "__main__":
+    _define()
     flags.mark_flags_as_required(["runner", "config"])
     app.run(main)
