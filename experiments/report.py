@@ -83,7 +83,7 @@ def _define() -> None:
     flags.DEFINE_string("out", "runs/report", "directory of the report")
     flags.DEFINE_string("title", "Report", "its first line")
     flags.DEFINE_list(
-        "metrics", [], "of sweeps: metrics that are drawn; all of them are in the tables"
+        "metrics", [], "of sweeps: a metric that is drawn (several: give it again); tables have all"
     )
 
 
