@@ -22,8 +22,9 @@ def config_of(name: str, place: pathlib.Path, **fields: object) -> AdviseConfig:
 
 
 def answers(results: dict) -> dict[str, dict]:
-    """By the question's last words."""
-    return {x["question"].rstrip("?").rpartition(" ")[2]: x for x in results["answers"]}
+    """By a word for each question, in their order."""
+    words = ("suffice", "pay", "policy", "disk", "forfeit")
+    return dict(zip(words, results["answers"], strict=True))
 
 
 def test_a_hybrid(tmp_path: pathlib.Path) -> None:
@@ -38,7 +39,8 @@ def test_a_hybrid(tmp_path: pathlib.Path) -> None:
     assert found["policy"]["verdict"] == max(table, key=lambda x: table[x]["net_s"])
     assert set(table) == {"full", "fork", "zero"}
     assert found["forfeit"]["numbers"]["prefix"] == 0
-    assert found["forfeit"]["numbers"]["forfeited"] > 0.7
+    # Two whole blocks of every prompt but the first; the third holds the day.
+    assert found["forfeit"]["numbers"]["forfeited"] == 4 * 2 * 64 / (5 * 201)
     text = (tmp_path / "run" / "report.md").read_text()
     assert "## Answers" in text and "## Window policies" in text
 
@@ -53,9 +55,9 @@ def test_reading_that_takes_longer_than_computing_does_not_pay(tmp_path: pathlib
     slow = config_of("v4_flash", tmp_path, host_bytes_per_s=1e6, disk_bytes_per_s=1e5, host_gb=0.5,
                      placements=("full",))  # fmt: skip
     results = advise.run(slow)
-    questions = {x["question"]: x["verdict"] for x in results["answers"]}
-    assert questions["Does heterogeneous reuse pay?"] == "no"
-    assert questions["Does the disk tier pay?"] == "no"
+    found = answers(results)
+    assert found["pay"]["verdict"] == found["disk"]["verdict"] == "no"
+    assert found["disk"]["numbers"]["disk_bytes_read"] > 0
 
 
 def test_operations_between_two_lengths() -> None:
