@@ -2,6 +2,7 @@
 
 import collections
 import pathlib
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -39,8 +40,12 @@ def exhibit(place: pathlib.Path, metrics: Sequence[str] = ()) -> Exhibit:
     )
     intro = f"{asked['cells']} cells, {len(asked['failed'])} failed."
     intro += "".join(f"\n- {digest}: {why}" for digest, why in asked["failed"].items())
-    figures = {f"sweep-{x.replace('.', '-')}": _figure(x, found[x], paths) for x in metrics}
+    figures = {f"sweep-{_stem(x)}": _figure(x, found[x], paths) for x in metrics}
     return Exhibit(title, intro, (), [table], figures)
+
+
+def _stem(metric: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", metric).strip("-")
 
 
 def _varied(asked: Mapping) -> list[str]:

@@ -42,7 +42,9 @@ def rows(place: Place, cells: Sequence[Cell], drop: str) -> tuple[list[str], lis
         if record is None:
             continue
         own = [cell.digest, *(_cell_text(cell.changes.get(path, "")) for path in paths)]
-        for name, value in flat(record["results"]):
+        # What a runner repeats of its configuration is the cell's, and names the work directory.
+        results = {k: v for k, v in record["results"].items() if k != "config"}
+        for name, value in flat(results):
             if not (unwanted and unwanted.search(name)):
                 lines.append([*own, name, value])
     return ["cell", *paths, "metric", "value"], lines

@@ -50,7 +50,12 @@ def main(config: Config) -> None:
     if config.fail < 0 or runs < config.fail:
         raise SystemExit("asked to fail")
     loss = (config.inner.m * config.scale + config.seed) / 7
-    results = {"loss": loss, "seconds": time.time(), "deep": {"of": [len(config.inner.types), 2]}}
+    results = {
+        "config": {"workdir": config.workdir},
+        "loss": loss,
+        "seconds": time.time(),
+        "deep": {"of": [len(config.inner.types), 2]},
+    }
     (workdir / "results.json").write_text(json.dumps(results))
 
 
