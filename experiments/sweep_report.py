@@ -1,6 +1,7 @@
 """What a sweep shows: mean and spread over seeds per cell, and a figure per chosen metric."""
 
 import collections
+import difflib
 import pathlib
 import re
 import statistics
@@ -25,9 +26,10 @@ def exhibit(place: pathlib.Path, metrics: Sequence[str] = ()) -> Exhibit:
     lines = sweep_results.read(place / "results.csv")
     paths = _varied(asked)
     found = _by_metric(lines, paths)
-    unknown = set(metrics) - set(found)
-    if unknown:
-        raise ValueError(f"{place}: no metric {sorted(unknown)}; there are {', '.join(found)}")
+    for metric in metrics:
+        if metric not in found:
+            near = difflib.get_close_matches(metric, found, n=5, cutoff=0.3)
+            raise ValueError(f"{place}: no metric {metric!r}; there are {', '.join(near or found)}")
     rows = [
         [f"{name}: {_label(paths, cell)}", *_spread(values)]
         for name, cells in found.items()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from experiments.sweep_jobs import Place
 from experiments.sweep_plan import Cell
 
-TIMES = r"seconds|_per_s\b|_ms\b|time|rate_s"  # what no two runs have alike
+TIMES = r"seconds|_ms$|_time$"  # what no two runs have alike
 Value = float | int | str | bool
 
 
