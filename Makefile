@@ -19,7 +19,7 @@ SET_parity = -e '.[test,parity]'
 $(shell test -x $(PY) || rm -rf $(VENV)/.ready)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test parity test-full test-latest suite-latest bench format clean distclean
+.PHONY: help demo test parity test-full test-latest suite-latest bench report format clean distclean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -49,6 +49,20 @@ suite-latest: $(call ready,test)
 
 bench: $(call ready,base) ## decode and prefill times, beside transformers where `make parity` has installed it
 	$(PY) -m experiments.bench_model $(ARGS)
+
+# A trace of Mooncake's format each; without one the replay generates its own.
+TRACES ?= $(wildcard traces/*.jsonl)
+REPLAYS := $(or $(basename $(notdir $(TRACES))),generated)
+
+report: $(call ready,base) ## every ablation that needs no training, in minutes; TRACES="a.jsonl b.jsonl"; writes runs/report
+	$(if $(TRACES),,@echo "no traces in TRACES: replays run on a generated one, and claims about published traces are left out")
+	$(PY) -m experiments.tables --config.workdir=runs/report/tables
+	$(if $(TRACES),$(foreach x,$(TRACES),$(PY) -m experiments.replay --config.trace=$x --config.workdir=runs/report/$(basename $(notdir $x)) &&) true,$(PY) -m experiments.replay --config.workdir=runs/report/generated)
+	$(PY) -m experiments.admission --config.workdir=runs/report/admission
+	$(PY) -m experiments.routing --config.workdir=runs/report/routing
+	$(PY) -m experiments.advise --config.workdir=runs/report/advise
+	$(PY) -m experiments.report --out runs/report --title "Without training" \
+	  $(addprefix runs/report/,tables $(REPLAYS) admission routing advise) $(ARGS)
 
 format: $(call ready,test) ## format, fix what lint can fix, and rewrite BUILD from the imports
 	$(PY) -m ruff check --fix-only .

@@ -27,7 +27,8 @@ def run(config: ReplayConfig) -> dict:
     spec = replay_lib.flash_spec(trace.block_size)
     workdir = pathlib.Path(config.workdir)
     values = config_tools.to_dict(config)
-    run_record.write(workdir, values, seed=config.generator.seed, trace_digest=trace.digest)
+    facts = {"trace_digest": trace.digest, "runner": "replay"}
+    run_record.write(workdir, values, seed=config.generator.seed, **facts)
     old = run_record.read_json(workdir / "results.json") or {}
     results = {
         "trace": {"name": trace.name, "digest": trace.digest, **traces.statistics_of(trace)},
@@ -56,8 +57,7 @@ def run(config: ReplayConfig) -> dict:
             done = {"part": part, **asked["cell"], **found.values(), "digest": digest}
         results["cells"][name] = done
         run_record.write_results(workdir, results)
-    (workdir / "report.md").write_text(replay_report.markdown(results))
-    replay_report.figure(results).savefig(workdir / "replay.png", dpi=120)
+    replay_report.exhibit(results).write(workdir)
     return results
 
 
@@ -67,7 +67,7 @@ def main(config: ReplayConfig) -> None:
     console = rich.console.Console()
     if not console.is_terminal:
         console.width = 140
-    for table in replay_report.tables(results):
+    for table in replay_report.exhibit(results).shown:
         console.print(table.rich())
     console.print(f"results.json and report.md are in {config.workdir}", markup=False)
 

@@ -5,6 +5,7 @@ import dataclasses
 from experiments import replay_lib, traces
 from experiments.replay_lib import Cell
 
+PAPER_LRU = (5_859, 97_656)  # blocks: 3M and 50M tokens
 PARTS = ("ideal", "eviction", "placement", "budget")
 
 
@@ -21,7 +22,7 @@ class ReplayConfig:
     limit: int = 0  # requests, 0: all
     generator: traces.GeneratorConfig = dataclasses.field(default_factory=traces.GeneratorConfig)
     parts: tuple[str, ...] = PARTS
-    lru_blocks: tuple[int, ...] = (10_000,)
+    lru_blocks: tuple[int, ...] = (PAPER_LRU[0], 10_000, PAPER_LRU[1])
     evictions: tuple[str, ...] = (
         "lru",
         "fifo",

@@ -99,8 +99,8 @@ class Outcome:
         return dataclasses.asdict(self)
 
 
-def policy_of(cell: Cell) -> Policy:
-    """The policy that the cell names."""
+def policy_of(cell: Cell, flops: Flops = FLASH_FLOPS) -> Policy:
+    """The policy that the cell names; flops: what "+flops" tells it."""
     order, _, cost = cell.order.partition("+")
     if cost not in COSTS:
         raise ValueError(f"{cell.order!r}: costs are {', '.join(filter(None, COSTS))}")
@@ -108,7 +108,7 @@ def policy_of(cell: Cell) -> Policy:
     return Policy.named(
         "never" if stateless else cell.checkpoints,
         eviction=eviction(order),
-        cost=COSTS[cost],
+        cost=flops if cost == "flops" else COSTS[cost],
         checkpoint_share=0.0 if stateless else cell.checkpoint_share,
     )
 
@@ -124,8 +124,13 @@ def replay(
     spec: CacheSpec,
     cell: Cell,
     shown: Callable[[int], None] = lambda done: None,
+    *,
+    flops: Flops = FLASH_FLOPS,
 ) -> Outcome:
-    """Runs one cell: every request looks up, prefills the rest and publishes."""
+    """Runs one cell: every request looks up, prefills the rest and publishes.
+
+    flops: what tokens cost, of prompt_flops and saved_flops.
+    """
     geometry = Geometry.of(spec)
     if cell.checkpoints == "stateless":
         geometry = dataclasses.replace(geometry, checkpoint=(), granularity=geometry.block)
@@ -136,7 +141,7 @@ def replay(
         block_bytes,
         state_bytes,
         capacity=cell.capacity or UNLIMITED,
-        policy=policy_of(cell),
+        policy=policy_of(cell, flops),
     )
     total = Outcome()
     began = time.process_time()
@@ -156,8 +161,8 @@ def replay(
         total.candidate_blocks += found.candidate_length // size
         total.resumable_tokens += resumed
         total.replayed_tokens += replayed
-        total.prompt_flops += FLASH_FLOPS(0, request.n_in)
-        total.saved_flops += FLASH_FLOPS(0, resumed - replayed)
+        total.prompt_flops += flops(0, request.n_in)
+        total.saved_flops += flops(0, resumed - replayed)
         total.restored_bytes += found.resumable_length // size * block_bytes
         total.restored_bytes += state_bytes * (lease.checkpoint is not None)
         if not number % 500:

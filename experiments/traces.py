@@ -118,6 +118,45 @@ def _mooncake(line: str, where: str) -> Request:
     return request
 
 
+def refine(trace: Trace, factor: int) -> Trace:
+    """The same prompts in blocks `factor` times as small; what is shared stays as it is.
+
+    Raises:
+        ValueError: the block size is no multiple of `factor`.
+    """
+    if factor < 1 or trace.block_size % factor:
+        raise ValueError(f"blocks of {trace.block_size} tokens are not cut by {factor=}")
+    size = trace.block_size // factor
+
+    def cut(request: Request) -> Request:
+        ids = (x * factor + part for x in request.block_ids for part in range(factor))
+        ids = tuple(itertools.islice(ids, -(-request.n_in // size)))
+        return dataclasses.replace(request, block_ids=ids, block_size=size)
+
+    return Trace.of(f"{trace.name}, blocks of {size}", map(cut, trace.requests))
+
+
+@dataclasses.dataclass(kw_only=True)
+class TraceConfig:
+    """Where a trace comes from: a file of Mooncake's format, or "" and the generator.
+
+    limit: requests, 0: all.
+    """
+
+    path: str = ""
+    limit: int = 0
+    generator: "GeneratorConfig" = dataclasses.field(default_factory=lambda: GeneratorConfig())
+
+    def load(self) -> Trace:
+        """The trace."""
+        if self.path:
+            return load(self.path, self.limit)
+        config = self.generator
+        if self.limit:
+            config = dataclasses.replace(config, requests=min(self.limit, config.requests))
+        return generate(config)
+
+
 def save(trace: Trace, path: str) -> None:
     """Writes Mooncake's format."""
     with pathlib.Path(path).open("w") as out:

@@ -90,7 +90,7 @@ class ReplayTest(parameterized.TestCase):
         for name in ("config.json", "run.json", "replay.png"):
             self.assertTrue((workdir / name).stat().st_size, name)
         report = (workdir / "report.md").read_text()
-        for table in replay_report.tables(results):
+        for table in replay_report.exhibit(results).shown:
             self.assertIn(f"## {table.title}", report)
         cells = results["cells"]
         for cell in cells.values():

@@ -90,6 +90,19 @@ class MooncakeTest(parameterized.TestCase):
 
 
 class GeneratorTest(parameterized.TestCase):
+    def test_finer_blocks(self):
+        trace = traces.generate(traces.GeneratorConfig(requests=60))
+        fine = traces.refine(trace, 8)
+        self.assertEqual(fine.block_size, 64)
+        found, whole = traces.statistics_of(fine), traces.statistics_of(trace)
+        self.assertEqual(found["input_mean"], whole["input_mean"])
+        for request in fine.requests:
+            self.assertLen(request.block_ids, -(-request.n_in // 64))
+        # The last, partial block of a prompt was shared with nobody.
+        self.assertAlmostEqual(found["ideal_tokens"], whole["ideal_tokens"])
+        with self.assertRaises(ValueError):
+            traces.refine(trace, 7)
+
     def test_a_conversation_is_calibrated(self):
         trace = traces.generate(traces.GeneratorConfig())
         found = traces.statistics_of(trace)
