@@ -70,12 +70,9 @@ class ReplayConfig:
 
     def load(self) -> traces.Trace:
         """The trace."""
-        if self.trace:
-            return traces.load(self.trace, self.limit)
-        config = self.generator
-        if self.limit:
-            config = dataclasses.replace(config, requests=min(self.limit, config.requests))
-        return traces.generate(config)
+        return traces.TraceConfig(
+            path=self.trace, limit=self.limit, generator=self.generator
+        ).load()
 
     def cells(self, unique: int, block_bytes: int) -> dict[str, tuple[str, Cell]]:
         """Part and cell by name, for a trace of so many distinct blocks."""

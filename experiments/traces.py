@@ -136,27 +136,6 @@ def refine(trace: Trace, factor: int) -> Trace:
     return Trace.of(f"{trace.name}, blocks of {size}", map(cut, trace.requests))
 
 
-@dataclasses.dataclass(kw_only=True)
-class TraceConfig:
-    """Where a trace comes from: a file of Mooncake's format, or "" and the generator.
-
-    limit: requests, 0: all.
-    """
-
-    path: str = ""
-    limit: int = 0
-    generator: "GeneratorConfig" = dataclasses.field(default_factory=lambda: GeneratorConfig())
-
-    def load(self) -> Trace:
-        """The trace."""
-        if self.path:
-            return load(self.path, self.limit)
-        config = self.generator
-        if self.limit:
-            config = dataclasses.replace(config, requests=min(self.limit, config.requests))
-        return generate(config)
-
-
 def save(trace: Trace, path: str) -> None:
     """Writes Mooncake's format."""
     with pathlib.Path(path).open("w") as out:
@@ -202,6 +181,27 @@ class GeneratorConfig:
             raise ValueError(f"generator: {self.requests=} and {self.seconds=} must be positive")
         if not (0 <= self.turns < 1 and 0 <= self.follow <= 1):
             raise ValueError(f"generator: {self.turns=} and {self.follow=} are probabilities")
+
+
+@dataclasses.dataclass(kw_only=True)
+class TraceConfig:
+    """Where a trace comes from: a file of Mooncake's format, or "" and the generator.
+
+    limit: requests, 0: all.
+    """
+
+    path: str = ""
+    limit: int = 0
+    generator: GeneratorConfig = dataclasses.field(default_factory=GeneratorConfig)
+
+    def load(self) -> Trace:
+        """The trace."""
+        if self.path:
+            return load(self.path, self.limit)
+        config = self.generator
+        if self.limit:
+            config = dataclasses.replace(config, requests=min(self.limit, config.requests))
+        return generate(config)
 
 
 def generate(config: GeneratorConfig) -> Trace:
