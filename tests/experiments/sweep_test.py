@@ -112,20 +112,21 @@ def test_a_killed_sweep_resumes_to_the_same_bytes(tmp_path: pathlib.Path) -> Non
 
     def command(out: str) -> list[str]:
         flags = [f"--runner={RUNNER}", f"--config={FILE}", "--seeds=2", "--jobs=2", "--out", out]
+        flags += ["--set=wait=0.5"]  # so that it is never over before it is killed
         return [sys.executable, "-m", "experiments.sweep", *flags,
                 *(f"--grid={x}" for x in grids)]  # fmt: skip
 
     whole, killed = str(tmp_path / "whole"), str(tmp_path / "killed")
-    sweep.run(RUNNER, FILE, grids, out=whole, seeds=2, jobs=2)
+    sweep.run(RUNNER, FILE, grids, out=whole, seeds=2, jobs=2, fixed=["wait=0.5"])
     finished, chance = 0, random.Random(0)
     for _ in range(2):
         process = subprocess.Popen(command(killed), stderr=subprocess.DEVNULL)
-        # Let it get on by one or two cells, and then by chance.
-        wanted = finished + chance.randint(1, 2)
+        # Let it get on by a cell, and then by chance.
+        wanted = finished + 1
         while process.poll() is None and finished < wanted:
             finished = len(list(pathlib.Path(killed).glob("cells/*.json")))
             time.sleep(0.01)
-        time.sleep(chance.random() / 2)
+        time.sleep(chance.random() / 3)
         process.send_signal(signal.SIGKILL)
         process.wait()
     finished = len(list(pathlib.Path(killed).glob("cells/*.json")))
