@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from hetero_kv.attention import registry
 from models import config as model_config
 
 SIZES = ("small", "medium", "large")
@@ -207,7 +208,7 @@ class BenchConfig:
         named = {
             "parts": (self.parts, PARTS),
             "sizes": (self.sizes, SIZES),
-            "growth.kinds": (self.growth.kinds, model_config.ATTENTION_KINDS),
+            "growth.kinds": (self.growth.kinds, registry.names()),
             "compile.programs": (self.compile.programs, PROGRAMS),
             "compile.layouts": (self.compile.layouts, LAYOUTS),
             **{f"{name}.layouts": (self.size(name).layouts, LAYOUTS) for name in SIZES},
