@@ -164,11 +164,11 @@ def restore_trusts_the_lookup(patch):
 
 @mutant(check(lifetime_test.test_g2_a_store_that_always_fails_ends_in_a_cold_start_after_one_retry))
 def restore_tries_for_ever(patch):
-    def stubborn(self, lease, capacity):
+    def stubborn(self, lease, capacity, held):
         for _ in range(50):
-            got, failed = self._read(lease)
+            blocks = max(0, len(lease.history) - held)
+            got, failed = self._read(lease, lease.groups()[len(lease.history) - blocks :])
             if failed is None:
-                blocks = len(lease.history)
                 return got[:blocks], (got[blocks] if lease.checkpoint else None)
             self._replan(lease, capacity, failed)
         return [], None
