@@ -84,7 +84,7 @@ class WindowBranch:
         """
         window = self.before(kv, view, call)
         state = reference.window(
-            state, q, window, view.layer, call.start, call.positions, scale, self.form
+            state, q, window, view.layer, call.start, call.positions, scale, self.form, self.mask
         )
         return state, self.advance(kv, view, call)
 
@@ -116,5 +116,9 @@ class WindowBranch:
         """All queries of sequences from position 0. q [B, T, H, c], kv [B, T, c]."""
         none = jnp.zeros((kv.shape[0], 0), jnp.int32)
         return reference.bands(
-            state, q, kv, kv[:, :0], none, positions, self.width, scale, self.form
+            state, q, kv, kv[:, :0], none, positions, self.width, scale, self.form, self.mask
         )
+
+    def mask(self, queries: jax.Array, keys: jax.Array) -> jax.Array:
+        """bool[R, S, K] of i32[R, S] query and i32[R, K] key positions, for forward and prefill."""
+        return reference.near(queries, keys, self.width)

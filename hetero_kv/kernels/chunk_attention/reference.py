@@ -1,5 +1,8 @@
 """Chunk attention in jnp: what the CPU runs, and what the kernels are compared with."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -8,6 +11,7 @@ from hetero_kv.kernels.chunk_attention.operands import Entries, Operands, Rule, 
 
 BAND = 64  # shortest band of queries that is attended at a time
 ABSENT = -1  # position of a key that is not there
+Mask = Callable[[jax.Array, jax.Array], jax.Array]  # positions of queries and keys -> who sees whom
 
 
 def run(rule: Rule, operands: Operands) -> jax.Array:
@@ -34,6 +38,7 @@ def window(
     positions: jax.Array,
     scale: float,
     form: attend.Form = attend.LATENT,
+    mask: Mask | None = None,
 ) -> attend.State:
     """Adds the rows of the window for queries at i32[R, S] `positions`."""
     held = ring.read(operand.rows, layer)
@@ -44,7 +49,7 @@ def window(
     old = attend.clean(ring.ordered(held, start), live)
     before = jnp.where(live, before, ABSENT)
     rows = operand.kv.astype(held.dtype)
-    return bands(state, q, rows, old, before, positions, width, scale, form)
+    return bands(state, q, rows, old, before, positions, width, scale, form, mask)
 
 
 def bands(
@@ -57,6 +62,7 @@ def bands(
     width: int,
     scale: float,
     form: attend.Form = attend.LATENT,
+    mask: Mask | None = None,
 ) -> attend.State:
     """Adds keys to queries in bands: each sees its own band of keys and the one before.
 
@@ -68,13 +74,15 @@ def bands(
         kv: [R, S, c] own rows of the queries, at i32[R, S] `positions`.
         old: [R, n, c] rows before them, n <= W, at i32[R, n] `before` (ABSENT: not there).
         width: W; key j is visible to query t iff `0 <= t - j < W`.
+        mask: another rule within the window, of the same signature as `near`. None: `near`.
     """
+    mask = mask or functools.partial(near, width=width)
     rows, tokens = positions.shape
     size = max(width, BAND)
     if tokens <= size:  # one band: exactly the rows there are
         keys = jnp.concatenate([old, kv], axis=1)
         at = jnp.concatenate([before, positions], axis=1)
-        return form.add(state, q, keys, _mask(positions, at, width), scale)
+        return form.add(state, q, keys, mask(positions, at), scale)
     count = -(-tokens // size)
     pad, front = count * size - tokens, size - old.shape[1]
 
@@ -90,14 +98,14 @@ def bands(
         return jnp.concatenate([cut(x[:, :-size]), cut(x[:, size:])], axis=1)
 
     keys, at = pairs(old, kv, 0), pairs(before, positions, ABSENT)
-    mask = _mask(cut(fill(positions, 0, pad)), at, width)
+    mask = mask(cut(fill(positions, 0, pad)), at)
     padded = attend.State(*(cut(fill(x, 0, pad)) for x in state))
     banded = form.add(padded, cut(fill(q, 0, pad)), keys, mask, scale)
     join = (x.reshape(rows, count * size, *x.shape[2:])[:, :tokens] for x in banded)
     return attend.State(*join)
 
 
-def _mask(queries: jax.Array, keys: jax.Array, width: int) -> jax.Array:
+def near(queries: jax.Array, keys: jax.Array, width: int) -> jax.Array:
     """bool[R, S, K] of i32[R, S] query and i32[R, K] key positions."""
     gap = queries[:, :, None] - keys[:, None, :]
     return (gap >= 0) & (gap < width) & (keys >= 0)[:, None, :]
