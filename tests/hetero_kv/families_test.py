@@ -34,7 +34,13 @@ def one_each(cases: list[Case]) -> list[Case]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("name", families.every())
+QUICK = ("gpt_oss", "qwen3_next")  # History and windows; recurrent state
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=() if x in QUICK else pytest.mark.full) for x in families.every()],
+)
 def test_a_fault_of_every_component_is_caught(name: str, tmp_path) -> None:
     made = bench(name)
     some = one_each(made.cases())

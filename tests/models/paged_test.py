@@ -89,7 +89,7 @@ def run(length: int, other: int) -> Cache:
 
 
 @pytest.mark.parametrize(
-    "name", [PLAIN, "full_mixed", pytest.param("scanned", marks=pytest.mark.full)]
+    "name", [PLAIN, *(pytest.param(x, marks=pytest.mark.full) for x in ("full_mixed", "scanned"))]
 )
 def test_pages_have_the_bits_of_a_contiguous_cache(name: str) -> None:
     made, params = model(name)

@@ -23,7 +23,13 @@ def serve(made, numbers) -> dict[int, object]:
 
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 @pytest.mark.parametrize("reuse", ["off", "validated", "shadow"])
-@pytest.mark.parametrize("order", [list(SOME), list(SOME)[::-1]], ids=["forth", "back"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        pytest.param(list(SOME), id="forth"),
+        pytest.param(list(SOME)[::-1], id="back", marks=pytest.mark.full),
+    ],
+)
 def test_batch_mates_and_slots_do_not_matter(reuse: str, order: list[int], paged: bool) -> None:
     store = None if reuse == "off" else world.store()
     made = world.engine(reuse, store=store, audit_share=1.0, paged=paged)
