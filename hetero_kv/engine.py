@@ -72,6 +72,10 @@ class Engine(Endings):
         rows: Rows | None = None,
     ):
         self.options = options = options or Options()
+        for name, value in (("slots", slots), ("capacity", capacity)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is an integer >= 1, got {value!r}")
+        model.stack.check(params)
         sizes = dict(
             slots=slots,
             capacity=capacity,

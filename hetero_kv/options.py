@@ -1,6 +1,7 @@
 """How an engine works."""
 
 import dataclasses
+import pathlib
 import time
 from collections.abc import Callable
 
@@ -16,6 +17,10 @@ _LEAST = {
     **dict.fromkeys(("noise_floor", "seed", "bundle_bytes"), 0),
     "max_bundles": 1,
 }
+_INTEGERS = (
+    *("burst", "chunks_per_step", "max_stops", "max_waiting", "tenant_slots", "saved_bytes"),
+    *("audit_failures", "max_audits", "bundle_bytes", "max_bundles", "seed"),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,3 +85,11 @@ class Options:
             value = getattr(self, name)
             if value is not None and not value >= least:
                 raise ValueError(f"{name} must be >= {least}, got {value!r}")
+        for name in _INTEGERS:
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise ValueError(f"{name} is an integer, got {value!r}")
+        if self.paging is not None and not isinstance(self.paging, Paging):
+            raise ValueError(f"paging is a Paging or None, got {self.paging!r}")
+        if self.bundle_dir is not None and pathlib.Path(self.bundle_dir).is_file():
+            raise ValueError(f"bundle_dir={self.bundle_dir!r} is a file: name a directory")

@@ -95,3 +95,18 @@ def abstract(tree: ParamTree, dtype: str, repeats: int = 0) -> Params:
     return map_tree(
         lambda _, s: jax.ShapeDtypeStruct(lead + s.shape, jnp.dtype(s.dtype or dtype)), tree
     )
+
+
+def difference(params: Params, wanted: Params) -> str:
+    """Where names or shapes first differ from those wanted; "" if they agree."""
+    have, want = _shapes(params), _shapes(wanted)
+    for name in sorted(have.keys() | want.keys()):
+        if have.get(name) != want.get(name):
+            found, needed = (f"{x[name]}" if name in x else "nothing" for x in (have, want))
+            return f"at {name} there is {found}, and the model has {needed}"
+    return ""
+
+
+def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}

@@ -73,6 +73,9 @@ class Paging:
 
         Raises ValueError for sizes that do not fit together, naming the component.
         """
+        for name, given in (("batch", batch), ("capacity", capacity), *_given(span, count)):
+            if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+                raise ValueError(f"{name} is an integer >= 1, got {given!r}")
         slots = history_slots(spec)
         for given in (span, count):
             if isinstance(given, Mapping) and (unknown := set(given) - set(slots)):
@@ -166,3 +169,14 @@ def compare_with_uniform(
                 used += slot.repeats * held * size
                 uniform += slot.repeats * -(-held // (uniform_bytes // size)) * uniform_bytes
     return Waste(used, own - used, uniform - used, uniform_bytes)
+
+
+def _given(
+    span: int | Mapping[str, int] | None, count: int | Mapping[str, int] | None
+) -> list[tuple[str, int]]:
+    """The numbers in them, with names for errors."""
+    found = []
+    for name, given in (("span", span), ("count", count)):
+        each = given.items() if isinstance(given, Mapping) else [("", given)]
+        found += [(f"{name} {x}".strip(), value) for x, value in each if value is not None]
+    return found

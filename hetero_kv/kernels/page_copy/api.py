@@ -6,10 +6,12 @@ pages is [L, k, e, *width]. Two checks cost no pass of their own over the bytes:
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hetero_kv.kernels import dispatch, interpret
 from hetero_kv.kernels.dispatch import Backend, Implementation
@@ -62,10 +64,11 @@ def gather(
         ValueError: shapes or dtypes that do not fit together.
         NotImplementedError: the named implementation cannot take these.
     """
+    pages, ids = _arrays(pages, ids)
     target, fresh = _targets(pages, ids, generation, expected)
     backends = _backends("gather")
     staged, sums = dispatch.call(
-        "page gather", backends, implementation, _flat(pages), target, _salt(salt)
+        "page gather", backends, _of(ids, implementation), _flat(pages), target, _salt(salt)
     )
     return Gathered(staged.reshape(pages.shape[0], *ids.shape, *pages.shape[2:]), fresh, sums)
 
@@ -86,7 +89,9 @@ def scatter(
     checksum is known only when the bytes are there: a page with a wrong one is to be given up.
     Arguments and errors are those of `gather`; staged: [L, k, e, *width] of the dtype of pages.
     """
+    pages, ids = _arrays(pages, ids)
     target, fresh = _targets(pages, ids, generation, expected)
+    staged = jnp.asarray(staged)
     want = (pages.shape[0], *ids.shape, *pages.shape[2:])
     if staged.shape != want or staged.dtype != pages.dtype:
         raise ValueError(
@@ -96,7 +101,7 @@ def scatter(
     new, sums = dispatch.call(
         "page scatter",
         _backends("scatter"),
-        implementation,
+        _of(ids, implementation),
         _flat(pages),
         _flat(staged),
         target,
@@ -115,9 +120,15 @@ def verify(
     implementation: Implementation = "auto",
 ) -> Verified:
     """Checksums of k pages of a pool, which are read once. As `gather` without a copy."""
+    pages, ids = _arrays(pages, ids)
     target, fresh = _targets(pages, ids, generation, expected)
     sums = dispatch.call(
-        "page verify", _backends("verify"), implementation, _flat(pages), target, _salt(salt)
+        "page verify",
+        _backends("verify"),
+        _of(ids, implementation),
+        _flat(pages),
+        target,
+        _salt(salt),
     )
     return Verified(fresh, sums)
 
@@ -139,6 +150,13 @@ def _backends(name: str) -> dict[str, Backend]:
     }
 
 
+def _arrays(pages: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Both as JAX arrays; wider ids are refused, not cut."""
+    if np.ndim(ids) != 1 or np.result_type(ids) != np.int32:
+        raise ValueError(f"ids must be i32[k], got {np.result_type(ids)}{list(np.shape(ids))}")
+    return jnp.asarray(pages), jnp.asarray(ids)
+
+
 def _targets(
     pages: jax.Array,
     ids: jax.Array,
@@ -148,10 +166,10 @@ def _targets(
     """Ids with everything that is refused replaced by P, and which are not: i32[k], bool[k]."""
     if pages.ndim < 3:
         raise ValueError(f"pages must be [L, P, e, *width], got {pages.shape=}")
+    if 0 in pages.shape:
+        raise ValueError(f"there are no pages to copy: {pages.shape=} has nothing in it")
     if pages.dtype.itemsize > 4 or jnp.issubdtype(pages.dtype, jnp.complexfloating):
         raise ValueError(f"checksums are of dtypes up to 4 bytes, got {pages.dtype=}")
-    if ids.ndim != 1 or ids.dtype != jnp.int32:
-        raise ValueError(f"ids must be i32[k], got {ids.dtype}{list(ids.shape)}")
     if (generation is None) != (expected is None):
         raise ValueError("generation and expected are compared: give both, or neither")
     count = pages.shape[1]
@@ -168,11 +186,16 @@ def _targets(
     return jnp.where(fresh, ids, count), fresh
 
 
+def _of(ids: jax.Array, implementation: Implementation) -> Implementation:
+    """A kernel's grid has at least one page; of none there is nothing to be fast at."""
+    return implementation if ids.size else "reference"
+
+
 def _flat(pages: jax.Array) -> jax.Array:
     """[L, P, e, *width] as [L, P, e, w]; a page without width is one entry of e channels."""
     if pages.ndim == 3:
         return pages[:, :, None]
-    return pages.reshape(*pages.shape[:3], -1)
+    return pages.reshape(*pages.shape[:3], math.prod(pages.shape[3:]))
 
 
 def _salt(salt: int | jax.Array) -> jax.Array:

@@ -224,7 +224,12 @@ def test_prompt_logits_are_those_of_the_model() -> None:
     [
         (dict(reuse="sometimes"), "reuse must be"),
         (dict(reuse="validated"), "a store is for reuse"),
-        (dict(slots=0), "at least one"),
+        (dict(slots=0), "slots is an integer >= 1, got 0"),
+        (dict(slots=2.5), "slots is an integer >= 1, got 2.5"),
+        (dict(capacity=63.5), "capacity is an integer >= 1, got 63.5"),
+        (dict(options=dict(burst=2.5)), "burst is an integer, got 2.5"),
+        (dict(options=dict(paging={})), "paging is a Paging or None"),
+        (dict(options=dict(bundle_dir=__file__)), "is a file"),
         (dict(options=dict(preempt="perhaps")), "preempt must be"),
         (dict(options=dict(chunks_per_step=0)), "chunks_per_step"),
         (dict(options=dict(audit_share=1.5)), "0..1"),
@@ -240,6 +245,19 @@ def test_engines_that_make_no_sense(options: dict, why: str) -> None:
         given = {"reuse": "off", "capacity": 64} | options
         given["options"] = Options(**options.get("options", {}))
         Engine(model, params, **given)
+
+
+def test_weights_of_another_model_are_refused() -> None:
+    model, params = world.model()
+    other, others = world.model("v4")
+    for wrong in (others, {**params, "norm": np.ones(3, np.float32)}):
+        with pytest.raises(ValueError, match="the weights are not of this model: at "):
+            Engine(model, wrong, reuse="off", capacity=64)
+        with pytest.raises(ValueError, match="the weights are not of this model: at "):
+            model.forward(wrong, np.zeros((1, 4), np.int32))
+        with pytest.raises(ValueError, match="the weights are not of this model: at "):
+            model.prefill(wrong, np.zeros((1, 4), np.int32), model.init_cache(1, 64))
+    Engine(other, other.prepare(others), reuse="off", capacity=64)
 
 
 def test_stores_must_fit_the_mode_and_the_batch() -> None:

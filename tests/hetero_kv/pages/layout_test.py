@@ -39,9 +39,11 @@ def test_components_have_their_own_spans_and_pools() -> None:
     [
         (dict(span=6), "'csa entries': a page of 6 tokens is not a multiple of the stride 4"),
         (dict(span={"full kv": 12}), "neither holds whole blocks nor divides one"),
-        (dict(span={"full kv": -8}), "not a multiple"),
+        (dict(span={"full kv": -8}), "span full kv is an integer >= 1, got -8"),
+        (dict(span=16.0), "span is an integer >= 1, got 16.0"),
+        (dict(count={"full kv": 2.5}), "count full kv is an integer >= 1, got 2.5"),
         (dict(span={"kv": 8}), r"no components with history: \['kv'\]"),
-        (dict(count=0), "0 pages"),
+        (dict(count=0), "count is an integer >= 1, got 0"),
         (dict(count={"full kv": 2**31}), "pages"),
     ],
 )

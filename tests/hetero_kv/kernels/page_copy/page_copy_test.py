@@ -234,3 +234,15 @@ def test_lowers(name: str, platform: str) -> None:
         assert strict.kernels_in(text, platform) == 3
         staged = layers * 4 * rest[0] * rest[1]
         assert memory.largest(lambda case: run(case, "pallas_tpu"), shapes) <= max(staged, pages)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "interpret"])
+def test_no_ids_at_all(implementation: str) -> None:
+    pages, ids = np.ones((2, 3, 4, 128), np.float32), np.zeros(0, np.int32)
+    how = dict(implementation=implementation)
+    assert api.gather(pages, ids, **how).staged.shape == (2, 0, 4, 128)
+    assert api.verify(pages, ids, **how).sums.shape == (0,)
+    same = api.scatter(pages, np.ones((2, 0, 4, 128), np.float32), ids, **how).pages
+    np.testing.assert_array_equal(same, pages)
+    with pytest.raises(ValueError, match="no pages to copy"):
+        api.gather(np.ones((2, 0, 4, 128), np.float32), ids, **how)
