@@ -200,6 +200,7 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         "architectures": ["KimiLinearForCausalLM"],
         "model_type": "kimi_linear",
         "dtype": config.param_dtype,
+        "pad_token_id": None,  # the library's default is beyond small vocabularies
         "num_hidden_layers": len(config.layer_types),
         "layer_types": [theirs[kind] for kind in config.layer_types],
         "mlp_layer_types": [mlp_names[kind] for kind in config.mlp_types],
