@@ -128,7 +128,7 @@ def test_no_more_than_so_many(tmp_path: pathlib.Path) -> None:
 def test_what_goes_wrong_never_reaches_a_request(tmp_path: pathlib.Path, monkeypatch) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("no directory")
-    made, result = serve(blocked, component="tails")
+    made, result = serve(blocked / "under", component="tails")
     assert result.status == "finished" and made.breaker.open
     assert world.count(made, "bundles_total", outcome=FAILED) == 1
     assert "file" in made.reuser.bundles.last.reason
