@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hetero_kv.kernels import tuning
-from hetero_kv.kernels.page_copy import checksum, words
+from hetero_kv.kernels.page_copy import words
 
 TILE_BYTES = 1 << 15  # of shared memory: several blocks share a multiprocessor
 BOX = 256  # the most rows, and channels, of one TMA copy
@@ -65,8 +65,8 @@ def gather(
     plan = _Plan(pages, target)
     staged = jax.ShapeDtypeStruct((plan.layers, plan.many, *plan.inner), pages.dtype)
     run = plan.kernel(functools.partial(_read_body, plan), (staged, plan.sums), interpret)
-    out, sums = run(target, _salts(salt, plan.layers), plan.view(pages))
-    return out.reshape(plan.layers, plan.many, *pages.shape[2:]), _total(sums)
+    out, sums = run(target, words.salts(salt, plan.layers), plan.view(pages))
+    return out.reshape(plan.layers, plan.many, *pages.shape[2:]), words.total(sums)
 
 
 def verify(
@@ -75,8 +75,8 @@ def verify(
     """See `reference.verify`."""
     plan = _Plan(pages, target)
     run = plan.kernel(functools.partial(_read_body, plan), (plan.sums,), interpret)
-    (sums,) = run(target, _salts(salt, plan.layers), plan.view(pages))
-    return _total(sums)
+    (sums,) = run(target, words.salts(salt, plan.layers), plan.view(pages))
+    return words.total(sums)
 
 
 def scatter(
@@ -86,8 +86,8 @@ def scatter(
     plan = _Plan(pages, target)
     pool = jax.new_ref(plan.view(pages))
     run = plan.kernel(functools.partial(_write_body, plan), (plan.sums,), interpret)
-    (sums,) = run(target, _salts(salt, plan.layers), plan.view(staged), pool)
-    return jax.freeze(pool).reshape(pages.shape), _total(sums)
+    (sums,) = run(target, words.salts(salt, plan.layers), plan.view(staged), pool)
+    return jax.freeze(pool).reshape(pages.shape), words.total(sums)
 
 
 class _Plan:
@@ -179,15 +179,3 @@ def _sum(plan: _Plan, buffer, salt: jax.Array, t: jax.Array) -> jax.Array:
     place = (row + t * rows) * lanes + lane
     values = plgpu.layout_cast(buffer[...], plan.layout())
     return jnp.sum(words.summands(values, place, salt))
-
-
-def _salts(salt: jax.Array, layers: int) -> jax.Array:
-    """i32[L]: what each layer's salt adds to every word."""
-    mixed = checksum.salted(salt + jnp.arange(layers, dtype=jnp.uint32))
-    return jax.lax.bitcast_convert_type(mixed, jnp.int32)
-
-
-def _total(sums: jax.Array) -> jax.Array:
-    """i32[k, L, tiles] to u32[k]."""
-    bits = jax.lax.bitcast_convert_type(sums, jnp.uint32)
-    return jnp.sum(bits, axis=(1, 2), dtype=jnp.uint32)

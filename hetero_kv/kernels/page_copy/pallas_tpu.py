@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from hetero_kv.kernels import tuning
-from hetero_kv.kernels.page_copy import checksum, words
+from hetero_kv.kernels.page_copy import words
 
 BLOCK_BYTES = 1 << 19  # of one tile: a few of them fit into VMEM, and each is a long DMA
 SUBLANES = {1: 32, 2: 16, 4: 8}  # rows of a native tile by bytes of a value
@@ -96,8 +96,8 @@ def _read(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",) * 3),
         interpret=interpret,
         name="page_gather" if staging else "page_verify",
-    )(target, _salts(salt, layers), pages)
-    return *out[:-1], _total(out[-1])
+    )(target, words.salts(salt, layers), pages)
+    return *out[:-1], words.total(out[-1])
 
 
 def _read_kernel(target_ref, salts_ref, page_ref, *outs, pages: int):
@@ -163,8 +163,8 @@ def scatter(
         ),
         interpret=interpret,
         name="page_scatter",
-    )(target, _salts(salt, layers), staged.astype(pages.dtype), pages)
-    return new, _total(sums)
+    )(target, words.salts(salt, layers), staged.astype(pages.dtype), pages)
+    return new, words.total(sums)
 
 
 def _write_kernel(
@@ -210,15 +210,3 @@ def _write_kernel(
     def _():
         settle(0)
         settle(1)
-
-
-def _salts(salt: jax.Array, layers: int) -> jax.Array:
-    """i32[L]: what each layer's salt adds to every word."""
-    mixed = checksum.salted(salt + jnp.arange(layers, dtype=jnp.uint32))
-    return jax.lax.bitcast_convert_type(mixed, jnp.int32)
-
-
-def _total(sums: jax.Array) -> jax.Array:
-    """i32[k, 1, w] to u32[k]."""
-    bits = jax.lax.bitcast_convert_type(sums, jnp.uint32)
-    return jnp.sum(bits, axis=(1, 2), dtype=jnp.uint32)

@@ -44,3 +44,15 @@ def summands(rows: jax.Array, place: jax.Array, salt: jax.Array) -> jax.Array:
     place: i32 like rows, the place of each value in its page; salt: i32[], of `checksum.salted`.
     """
     return mix(of(rows) + place * GOLDEN + salt)
+
+
+def salts(salt: jax.Array, layers: int) -> jax.Array:
+    """i32[L]: what each layer's salt adds to every word."""
+    mixed = checksum.salted(salt + jnp.arange(layers, dtype=jnp.uint32))
+    return jax.lax.bitcast_convert_type(mixed, jnp.int32)
+
+
+def total(sums: jax.Array) -> jax.Array:
+    """i32[k, n, m] partial sums of k pages to u32[k]."""
+    bits = jax.lax.bitcast_convert_type(sums, jnp.uint32)
+    return jnp.sum(bits, axis=(1, 2), dtype=jnp.uint32)
