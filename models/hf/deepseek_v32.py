@@ -12,7 +12,7 @@ from models.config import DecoderConfig
 from models.hf import fields as json_fields
 from models.hf import rope
 from models.hf.family import Family
-from models.hf.parts import Layout, experts, gated, listed
+from models.hf.parts import TOP, Layout, feed_forward, listed
 
 TYPES = {"indexed_attention": "mla"}
 MLPS = {"dense": "dense", "sparse": "moe"}
@@ -44,11 +44,7 @@ FIXED = {
 # Fields of every configuration of this family.
 OURS = {
     "indexer": True,
-    "hc_streams": 0,
-    "normed_residual": False,
-    "sandwich_norms": False,
-    "embed_scale": 1.0,
-    "final_softcap": 0.0,
+    **json_fields.PLAIN_BLOCK,
     "swiglu_limit": 0.0,
 }
 
@@ -70,12 +66,6 @@ LAYER = {
     "mlp/router": ("mlp.gate.weight", "swap"),
     "mlp/bias": ("mlp.gate.e_score_correction_bias", "same"),
 }
-TOP = {
-    "embed": ("model.embed_tokens.weight", "same"),
-    "norm": ("model.norm.weight", "same"),
-    "head": ("lm_head.weight", "swap"),
-}
-NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 def layouts(
@@ -86,14 +76,11 @@ def layouts(
         yield listed(TOP, "", path, shape)
         return
     prefix = f"model.layers.{layer}."
-    where, _, leaf = path.rpartition("/")
+    leaf = path.rpartition("/")[2]
     if leaf not in ("gate_up", "down"):
         yield listed(LAYER, prefix, path, shape, *index)
-    elif len(shape) == 2:
-        inner = "mlp." if where == "mlp" else "mlp.shared_experts."
-        yield tuple(gated(prefix + inner, NAMES, leaf, shape, *index))
     else:
-        yield from experts(f"{prefix}mlp.experts.", NAMES, leaf, shape, *index)
+        yield from feed_forward(prefix, path, shape, *index, shared="shared_experts")
 
 
 def left_out(config: DecoderConfig, name: str) -> bool:
@@ -116,18 +103,13 @@ def parse(fields: Mapping[str, Any]) -> DecoderConfig:
     if "yarn" in turned and given.get("mscale_all_dim"):
         scale *= rope.mscale(turned["yarn"]["factor"], given["mscale_all_dim"]) ** 2
     dense = fields.get("first_k_dense_replace", FIRST_DENSE)
-    mlps = fields.get("mlp_layer_types") or [
-        "dense" if i < dense else "sparse" for i in range(count)
-    ]
-    if len(mlps) != count or set(mlps) - set(MLPS):
-        raise ValueError(f"config.json: mlp_layer_types needs {count} of {list(MLPS)}, got {mlps}")
     own = {ours: fields[theirs] for theirs, ours in OWN.items()}
     return DecoderConfig(
         **{ours: fields[theirs] for theirs, ours in PLAIN.items()},
         **json_fields.dtypes(fields),
         **copy.deepcopy(OURS),
         layer_types=json_fields.schedule(fields, TYPES, ["indexed_attention"] * count),
-        mlp_types=tuple(MLPS[kind] for kind in mlps),
+        mlp_types=json_fields.mlp_types(fields, MLPS, dense),
         attention={"mla": {"mechanism": "mla", "rope": turned, "attn_scale": scale, **own}},
         mlps={
             "dense": {"d_ff": fields["intermediate_size"]},
@@ -146,7 +128,7 @@ def parse(fields: Mapping[str, Any]) -> DecoderConfig:
 def write(config: DecoderConfig) -> dict[str, Any]:
     """Fields of a `config.json`; ValueError where the family has no place for the model."""
     own, mlps = config.attention.get("mla", {}), config.mlps
-    wrong = {k: getattr(config, k) for k, v in OURS.items() if getattr(config, k) != v}
+    wrong = json_fields.unlike(config, OURS)
     known = {"layer_types": set(TYPES.values()), "mlp_types": set(MLPS.values())}
     wrong |= {k: getattr(config, k) for k, v in known.items() if set(getattr(config, k)) - v}
     if not {*OWN.values(), "rope", "attn_scale"} <= set(own):

@@ -3,7 +3,17 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from models.config import DecoderConfig
+
 DTYPES = ("float32", "bfloat16")
+# A residual block without anything around it, as most families have it.
+PLAIN_BLOCK = {
+    "hc_streams": 0,
+    "normed_residual": False,
+    "sandwich_norms": False,
+    "embed_scale": 1.0,
+    "final_softcap": 0.0,
+}
 
 
 def need(fields: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -47,6 +57,24 @@ def schedule(
             f"unknown {unknown}"
         )
     return tuple(known[kind] for kind in types)
+
+
+def mlp_types(fields: Mapping[str, Any], known: Mapping[str, str], dense: int) -> tuple[str, ...]:
+    """Our MLP types for `mlp_layer_types`; dense: so many at the start, without the field."""
+    count = fields["num_hidden_layers"]
+    types = fields.get("mlp_layer_types") or [
+        "dense" if i < dense else "sparse" for i in range(count)
+    ]
+    if len(types) != count or set(types) - set(known):
+        raise ValueError(
+            f"config.json: mlp_layer_types needs {count} of {list(known)}, got {types}"
+        )
+    return tuple(known[kind] for kind in types)
+
+
+def unlike(config: DecoderConfig, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ours that are not as a family has them in every configuration."""
+    return {k: getattr(config, k) for k, v in values.items() if getattr(config, k) != v}
 
 
 def refuse(wrong: Mapping[str, Any], family: str) -> None:

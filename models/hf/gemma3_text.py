@@ -13,7 +13,7 @@ from models.config import DecoderConfig
 from models.hf import fields as json_fields
 from models.hf import rope
 from models.hf.family import Family
-from models.hf.parts import Layout, gated, listed
+from models.hf.parts import NAMES, Layout, gated, listed
 
 TYPES = {"sliding_attention": "local", "full_attention": "global"}
 THETAS = {"sliding_attention": 10_000.0, "full_attention": 1_000_000.0}
@@ -56,7 +56,6 @@ TOP = {
     "norm": ("model.norm.weight", "plus_one"),
     "head": ("lm_head.weight", "swap"),
 }
-NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 def layouts(
@@ -137,7 +136,7 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         name: {x.get(name) for x in kinds.values()}
         for name in ("attn_scale", "attn_softcap", "attn_bias")
     }
-    wrong = {k: getattr(config, k) for k, v in OURS.items() if getattr(config, k) != v}
+    wrong = json_fields.unlike(config, OURS)
     wrong |= {kind: x for kind, x in kinds.items() if kind not in theirs or "rope" not in x}
     wrong |= {name: values for name, values in common.items() if len(values) > 1}
     if config.embed_scale != math.sqrt(config.d_model):

@@ -11,7 +11,7 @@ from models.config import DecoderConfig
 from models.hf import fields as json_fields
 from models.hf import rope
 from models.hf.family import Family
-from models.hf.parts import Layout, listed
+from models.hf.parts import TOP, Layout, listed
 
 TYPES = {"sliding_attention": "local", "full_attention": "full"}
 THETA = 150_000.0
@@ -41,11 +41,7 @@ OURS = {
     "sinks": True,
     "n_shared_experts": 0,
     "routed_scale": 1.0,
-    "hc_streams": 0,
-    "normed_residual": False,
-    "sandwich_norms": False,
-    "embed_scale": 1.0,
-    "final_softcap": 0.0,
+    **json_fields.PLAIN_BLOCK,
     "mlps": {
         "moe": {
             "activation": "swish",
@@ -69,11 +65,6 @@ LAYER = {
     "mlp/gate_up_bias": ("mlp.experts.gate_up_proj_bias", "woven"),
     "mlp/down": ("mlp.experts.down_proj", "same"),
     "mlp/down_bias": ("mlp.experts.down_proj_bias", "same"),
-}
-TOP = {
-    "embed": ("model.embed_tokens.weight", "same"),
-    "norm": ("model.norm.weight", "same"),
-    "head": ("lm_head.weight", "swap"),
 }
 
 
@@ -124,7 +115,7 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     theirs = {ours: name for name, ours in TYPES.items()}
     kinds = {kind: config.attention.get(kind, {}) for kind in dict.fromkeys(config.layer_types)}
     first = next(iter(kinds.values()))
-    wrong = {k: getattr(config, k) for k, v in OURS.items() if getattr(config, k) != v}
+    wrong = json_fields.unlike(config, OURS)
     for kind, x in kinds.items():
         same = all(x.get(name) == first.get(name) for name in ("rope", "attn_bias"))
         if kind not in theirs or not same or not x.get("rope"):

@@ -11,7 +11,7 @@ from typing import Any
 from models.config import DecoderConfig
 from models.hf import fields as json_fields
 from models.hf.family import Family
-from models.hf.parts import Layout, experts, gated, listed, part
+from models.hf.parts import TOP, Layout, feed_forward, listed, part
 
 TYPES = {"linear_attention": "kda", "full_attention": "mla"}
 MLPS = {"dense": "dense", "sparse": "moe"}
@@ -47,11 +47,7 @@ FIXED = {
 OURS = {
     "indexer": False,
     "rope_dim": 0,
-    "hc_streams": 0,
-    "normed_residual": False,
-    "sandwich_norms": False,
-    "embed_scale": 1.0,
-    "final_softcap": 0.0,
+    **json_fields.PLAIN_BLOCK,
     "swiglu_limit": 0.0,
 }
 
@@ -72,12 +68,6 @@ LAYER = {
     "mlp/router": ("mlp.gate.weight", "swap"),
     "mlp/bias": ("mlp.gate.e_score_correction_bias", "same"),
 }
-TOP = {
-    "embed": ("model.embed_tokens.weight", "same"),
-    "norm": ("model.norm.weight", "same"),
-    "head": ("lm_head.weight", "swap"),
-}
-NAMES = ("gate_proj", "up_proj", "down_proj")
 OLD_NAMES = ("w1", "w3", "w2")
 
 
@@ -96,7 +86,7 @@ def layouts(
         yield listed(TOP, "", path, shape)
         return
     prefix = f"model.layers.{layer}."
-    where, _, leaf = path.rpartition("/")
+    leaf = path.rpartition("/")[2]
     if path == "attn/a_log":
         heads = part(f"{prefix}self_attn.forget_gate.A_log", "flat", (1, 1, *shape, 1), *index)
         yield (heads,)
@@ -116,11 +106,10 @@ def layouts(
         )
     elif leaf not in ("gate_up", "down"):
         yield listed(LAYER, prefix, path, shape, *index)
-    elif len(shape) == 2:
-        inner = "mlp." if where == "mlp" else "mlp.shared_experts."
-        yield tuple(gated(prefix + inner, NAMES, leaf, shape, *index))
     else:
-        yield from experts(f"{prefix}mlp.experts.", OLD_NAMES, leaf, shape, *index)
+        yield from feed_forward(
+            prefix, path, shape, *index, shared="shared_experts", each=OLD_NAMES
+        )
 
 
 def _layer_types(fields: Mapping[str, Any]) -> tuple[str, ...]:
@@ -138,13 +127,7 @@ def parse(fields: Mapping[str, Any]) -> DecoderConfig:
     needed = [*PLAIN, *LATENT, "num_hidden_layers", "intermediate_size"]
     json_fields.need(fields, needed)
     json_fields.fixed(fields, FIXED)
-    count = fields["num_hidden_layers"]
     dense = fields.get("first_k_dense_replace", 1)
-    mlps = fields.get("mlp_layer_types") or [
-        "dense" if i < dense else "sparse" for i in range(count)
-    ]
-    if len(mlps) != count or set(mlps) - set(MLPS):
-        raise ValueError(f"config.json: mlp_layer_types needs {count} of {list(MLPS)}, got {mlps}")
     released = fields.get("linear_attn_config") or {}
     if not released:
         json_fields.need(fields, LINEAR)
@@ -159,7 +142,7 @@ def parse(fields: Mapping[str, Any]) -> DecoderConfig:
         **OURS,
         q_lora_rank=fields.get("q_lora_rank") or 0,
         layer_types=_layer_types(fields),
-        mlp_types=tuple(MLPS[kind] for kind in mlps),
+        mlp_types=json_fields.mlp_types(fields, MLPS, dense),
         attention={
             "kda": {"mechanism": "kda", **linear},
             "mla": {"mechanism": "mla", **latent},
@@ -183,7 +166,7 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     theirs = {ours: name for name, ours in TYPES.items()}
     mlp_names = {ours: name for name, ours in MLPS.items()}
     attention, mlps = copy.deepcopy(config.attention), copy.deepcopy(config.mlps)
-    wrong = {k: getattr(config, k) for k, v in OURS.items() if getattr(config, k) != v}
+    wrong = json_fields.unlike(config, OURS)
     known = {"layer_types": set(theirs), "mlp_types": set(mlp_names)}
     wrong |= {k: getattr(config, k) for k, v in known.items() if set(getattr(config, k)) - v}
     linear, latent = attention.get("kda", {}), attention.get("mla", {})

@@ -12,7 +12,7 @@ from models.config import DecoderConfig
 from models.hf import fields as json_fields
 from models.hf import rope
 from models.hf.family import Family
-from models.hf.parts import Layout, experts, listed, part
+from models.hf.parts import TOP, Layout, experts, listed, part
 
 TYPES = {"linear_attention": "lightning", "full_attention": "full"}
 THETA = 1_000_000.0
@@ -35,11 +35,8 @@ OURS = {
     "sinks": False,
     "n_shared_experts": 0,
     "routed_scale": 1.0,
-    "hc_streams": 0,
+    **json_fields.PLAIN_BLOCK,
     "normed_residual": True,
-    "sandwich_norms": False,
-    "embed_scale": 1.0,
-    "final_softcap": 0.0,
     "swiglu_limit": 0.0,
 }
 ROUTED = {"router_score": "softmax", "router_choice_bias": False}
@@ -56,11 +53,6 @@ LIGHTNING = {
     "attn/gate": ("self_attn.output_gate.weight", "swap"),
     "attn/norm": ("self_attn.norm.weight", "same"),
     "attn/o": ("self_attn.out_proj.weight", "swap"),
-}
-TOP = {
-    "embed": ("model.embed_tokens.weight", "same"),
-    "norm": ("model.norm.weight", "same"),
-    "head": ("lm_head.weight", "swap"),
 }
 NAMES = ("w1", "w3", "w2")
 
@@ -126,7 +118,7 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     """Fields of a `config.json`; ValueError where the family has no place for the model."""
     theirs = {ours: name for name, ours in TYPES.items()}
     own = copy.deepcopy(config.attention | config.mlps)
-    wrong = {k: getattr(config, k) for k, v in OURS.items() if getattr(config, k) != v}
+    wrong = json_fields.unlike(config, OURS)
     known = {"layer_types": set(theirs), "mlp_types": {"moe"}}
     wrong |= {k: getattr(config, k) for k, v in known.items() if set(getattr(config, k)) - v}
     expected = {

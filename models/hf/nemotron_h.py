@@ -61,11 +61,7 @@ OURS = {
     "sinks": False,
     "rope_dim": 0,
     "n_shared_experts": 1,
-    "hc_streams": 0,
-    "normed_residual": False,
-    "sandwich_norms": False,
-    "embed_scale": 1.0,
-    "final_softcap": 0.0,
+    **json_fields.PLAIN_BLOCK,
     "swiglu_limit": 0.0,
 }
 
@@ -189,7 +185,7 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     """Fields of a `config.json`; ValueError where the family has no place for the model."""
     theirs = {ours: name for name, ours in (MIXERS | MLPS).items()}
     attention, mlps = copy.deepcopy(config.attention), copy.deepcopy(config.mlps)
-    wrong = {k: getattr(config, k) for k, v in OURS.items() if getattr(config, k) != v}
+    wrong = json_fields.unlike(config, OURS)
     known = {"layer_types": set(MIXERS.values()), "mlp_types": {*MLPS.values(), "none"}}
     wrong |= {k: getattr(config, k) for k, v in known.items() if set(getattr(config, k)) - v}
     state, moe = attention.get("mamba2", {}), mlps.get("moe", {})

@@ -114,3 +114,32 @@ def listed(table: Table, prefix: str, path: str, shape: Sequence[int], *index: i
         raise ValueError(f"no tensor name is known for the weight {path}")
     name, form = table[path]
     return (part(prefix + name, form, shape, *index),)
+
+
+# Names that most families share: the top of the model, and gate, up and down of an MLP.
+TOP: Table = {
+    "embed": ("model.embed_tokens.weight", "same"),
+    "norm": ("model.norm.weight", "same"),
+    "head": ("lm_head.weight", "swap"),
+}
+NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+def feed_forward(
+    prefix: str,
+    path: str,
+    shape: Sequence[int],
+    *index: int,
+    shared: str,
+    each: tuple[str, str, str] = NAMES,
+) -> Iterator[Layout]:
+    """Gate and up, or down, of a dense MLP, of the shared experts, or of all experts.
+
+    prefix: of the layer. shared: what the shared experts are called; each: names of one expert's.
+    """
+    where, _, leaf = path.rpartition("/")
+    if len(shape) == 2:
+        inner = "mlp." if where == "mlp" else f"mlp.{shared}."
+        yield tuple(gated(prefix + inner, NAMES, leaf, shape, *index))
+    else:
+        yield from experts(f"{prefix}mlp.experts.", each, leaf, shape, *index)

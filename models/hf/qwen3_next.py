@@ -11,7 +11,7 @@ from models.config import DecoderConfig
 from models.hf import fields as json_fields
 from models.hf import rope
 from models.hf.family import Family
-from models.hf.parts import Layout, experts, gated, listed
+from models.hf.parts import Layout, feed_forward, listed
 
 TYPES = {"linear_attention": "gated_delta", "full_attention": "full"}
 THETA = 10_000.0
@@ -40,11 +40,7 @@ OURS = {
     "sinks": False,
     "n_shared_experts": 1,
     "routed_scale": 1.0,
-    "hc_streams": 0,
-    "normed_residual": False,
-    "sandwich_norms": False,
-    "embed_scale": 1.0,
-    "final_softcap": 0.0,
+    **json_fields.PLAIN_BLOCK,
     "swiglu_limit": 0.0,
 }
 GATED = {"rope_first": True, "attn_gate": True}
@@ -73,7 +69,6 @@ TOP = {
     "norm": ("model.norm.weight", "plus_one"),
     "head": ("lm_head.weight", "swap"),
 }
-NAMES = ("gate_proj", "up_proj", "down_proj")
 
 
 def layouts(
@@ -84,15 +79,12 @@ def layouts(
         yield listed(TOP, "", path, shape)
         return
     prefix = f"model.layers.{layer}."
-    where, _, leaf = path.rpartition("/")
+    leaf = path.rpartition("/")[2]
     if leaf not in ("gate_up", "down"):
         delta = config.layer_types[layer] == "gated_delta"
         yield listed(LAYER | DELTA if delta else LAYER, prefix, path, shape, *index)
-    elif len(shape) == 2:
-        inner = "mlp." if where == "mlp" else "mlp.shared_expert."
-        yield tuple(gated(prefix + inner, NAMES, leaf, shape, *index))
     else:
-        yield from experts(f"{prefix}mlp.experts.", NAMES, leaf, shape, *index)
+        yield from feed_forward(prefix, path, shape, *index, shared="shared_expert")
 
 
 def _sparse(fields: Mapping[str, Any], layer: int) -> bool:
@@ -145,7 +137,7 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     """Fields of a `config.json`; ValueError where the family has no place for the model."""
     theirs = {ours: name for name, ours in TYPES.items()}
     attention, mlps = copy.deepcopy(config.attention), copy.deepcopy(config.mlps)
-    wrong = {k: getattr(config, k) for k, v in OURS.items() if getattr(config, k) != v}
+    wrong = json_fields.unlike(config, OURS)
     known = {"layer_types": set(theirs), "mlp_types": {"dense", "moe"}}
     wrong |= {k: getattr(config, k) for k, v in known.items() if set(getattr(config, k)) - v}
     full, linear = attention.get("full", {}), attention.get("gated_delta", {})
