@@ -6,8 +6,6 @@ Writes to the work directory: config.json, run.json, results.json (`replay_lib.O
 report.md and a figure.
 """
 
-import rich.console
-
 from experiments import (
     admission_report,
     cli,
@@ -75,10 +73,7 @@ def run(config: AdmissionConfig) -> dict:
 
 def main(config: AdmissionConfig) -> None:
     """Runs and shows the tables."""
-    console = rich.console.Console()
-    for table in admission_report.exhibit(run(config)).shown:
-        console.print(table.rich())
-    console.print(f"results.json and report.md are in {config.workdir}", markup=False)
+    cli.show(admission_report.exhibit(run(config)).shown, config.workdir, width=None)
 
 
 if __name__ == "__main__":

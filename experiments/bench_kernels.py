@@ -7,8 +7,6 @@ On a CPU only the references are timed. Writes results.json and report.md to the
 
 import pathlib
 
-import rich.console
-
 from experiments import cli, config_tools, run_record
 from experiments.bench import kernels
 from experiments.bench.kernel_config import KernelBenchConfig
@@ -28,11 +26,7 @@ def run(config: KernelBenchConfig) -> dict:
 def main(config: KernelBenchConfig) -> None:
     """Measures and prints the table."""
     results = run(config)
-    console = rich.console.Console()
-    if not console.is_terminal:
-        console.width = 140
-    console.print(kernels.table(results).rich())
-    console.print(f"results.json and report.md are in {config.workdir}", markup=False)
+    cli.show([kernels.table(results)], config.workdir)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 python -m experiments.bench_model --config.sizes=small --config.batches=1
 """
 
-import rich.console
-
 from experiments import cli
 from experiments.bench import report, runner
 
@@ -12,12 +10,7 @@ from experiments.bench import report, runner
 def main(config) -> None:
     """Measures what the work directory does not hold yet, and prints the tables."""
     results = runner.run(config)
-    console = rich.console.Console()
-    if not console.is_terminal:
-        console.width = 140
-    for table in report.tables(results):
-        console.print(table.rich())
-    console.print(f"results.json and report.md are in {config.effective().workdir}", markup=False)
+    cli.show(report.tables(results), config.effective().workdir)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ import importlib
 import pathlib
 from collections.abc import Sequence
 
-import rich.console
-
 from experiments import cli, config_tools, run_record
 from experiments.bench.report import Table
 from experiments.bench.store_config import StoreBenchConfig
@@ -70,12 +68,7 @@ def _plain(part: str, rows: Sequence[dict]) -> Table:
 def main(config: StoreBenchConfig) -> None:
     """Measures and prints the tables."""
     results = run(config)
-    console = rich.console.Console()
-    if not console.is_terminal:
-        console.width = 140
-    for table in tables(results):
-        console.print(table.rich())
-    console.print(f"results.json and report.md are in {config.effective().workdir}", markup=False)
+    cli.show(tables(results), config.effective().workdir)
 
 
 if __name__ == "__main__":

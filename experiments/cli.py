@@ -8,8 +8,11 @@ import logging
 import pathlib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
+import rich.console
+import rich.table
 from absl import app
 from ml_collections import config_flags
 
@@ -44,6 +47,26 @@ def run(main: Callable[[object], object], default: str) -> None:
             raise SystemExit(f"{program}: {error}") from error
 
     app.run(call, argv=arguments)
+
+
+class Shown(Protocol):
+    """A table that a terminal can show."""
+
+    def rich(self) -> rich.table.Table:
+        """As rich draws it."""
+
+
+def show(tables: Iterable[Shown], workdir: str, width: int | None = 140) -> None:
+    """Prints tables, and where the results are.
+
+    width: in characters, where there is no terminal. None: as rich has it.
+    """
+    console = rich.console.Console()
+    if width is not None and not console.is_terminal:
+        console.width = width
+    for table in tables:
+        console.print(table.rich())
+    console.print(f"results.json and report.md are in {workdir}", markup=False)
 
 
 def prepare(argv: Sequence[str], default: str) -> list[str]:

@@ -10,8 +10,6 @@ the same.
 import dataclasses
 import pathlib
 
-import rich.console
-
 from experiments import cli, config_tools, progress, replay_lib, replay_report, run_record, traces
 from experiments.replay_config import ReplayConfig
 
@@ -64,12 +62,7 @@ def run(config: ReplayConfig) -> dict:
 def main(config: ReplayConfig) -> None:
     """Runs and shows the tables."""
     results = run(config)
-    console = rich.console.Console()
-    if not console.is_terminal:
-        console.width = 140
-    for table in replay_report.exhibit(results).shown:
-        console.print(table.rich())
-    console.print(f"results.json and report.md are in {config.workdir}", markup=False)
+    cli.show(replay_report.exhibit(results).shown, config.workdir)
 
 
 if __name__ == "__main__":

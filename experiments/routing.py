@@ -6,8 +6,6 @@ Writes to the work directory: config.json, run.json, results.json (`routing_lib.
 and way), report.md and a figure.
 """
 
-import rich.console
-
 from experiments import (
     cli,
     config_tools,
@@ -50,10 +48,7 @@ def run(config: RoutingConfig) -> dict:
 
 def main(config: RoutingConfig) -> None:
     """Runs and shows the table."""
-    console = rich.console.Console()
-    for table in routing_report.exhibit(run(config)).shown:
-        console.print(table.rich())
-    console.print(f"results.json and report.md are in {config.workdir}", markup=False)
+    cli.show(routing_report.exhibit(run(config)).shown, config.workdir, width=None)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 import jax
 import matplotlib.figure
-import rich.console
 
 import models
 from experiments import cli, config_tools, run_record, safety_arms
@@ -158,12 +157,7 @@ def figure(results: Mapping) -> matplotlib.figure.Figure:
 def main(config: SafetyConfig) -> None:
     """Measures and prints the table."""
     results = run(config)
-    console = rich.console.Console()
-    if not console.is_terminal:
-        console.width = 140
-    for table in tables(results):
-        console.print(table.rich())
-    console.print(f"results.json and report.md are in {config.workdir}", markup=False)
+    cli.show(tables(results), config.workdir)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ Writes to the work directory: config.json, run.json, results.json (rows of `tabl
 report.md and figures.
 """
 
-import rich.console
-
 from experiments import cli, config_tools, run_record, tables_report, tables_rows
 from experiments.tables_config import TablesConfig
 
@@ -38,12 +36,7 @@ def run(config: TablesConfig) -> dict:
 def main(config: TablesConfig) -> None:
     """Counts and shows the tables."""
     results = run(config)
-    console = rich.console.Console()
-    if not console.is_terminal:
-        console.width = 160
-    for table in tables_report.exhibit(results).shown:
-        console.print(table.rich())
-    console.print(f"results.json and report.md are in {config.workdir}", markup=False)
+    cli.show(tables_report.exhibit(results).shown, config.workdir, width=160)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,12 @@
-"""Named arrays as bytes in the safetensors format: a JSON header, then raw little-endian data.
-
-The library's own numpy functions know no small floats, and its way to write raw data is another one
-in each version; it is what reads and checks a file.
-"""
+"""Named arrays as bytes in the safetensors format: a JSON header, then raw little-endian data."""
 
 import json
+import math
 import sys
 from collections.abc import Mapping
 
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 
 _NAMES = {
     "float32": "F32",
@@ -40,7 +36,9 @@ def dump(arrays: Mapping[str, np.ndarray]) -> bytes:
         if value.dtype.name not in _NAMES:
             raise ValueError(f"{name}: no safetensors dtype for {value.dtype}")
         raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        parts.append(_little(raw, value.itemsize).tobytes())
+        if sys.byteorder != "little" and value.itemsize > 1:
+            raw = raw.reshape(-1, value.itemsize)[:, ::-1]
+        parts.append(raw.tobytes())
         stop = offset + len(parts[-1])
         header[name] = {
             "dtype": _NAMES[value.dtype.name],
@@ -55,20 +53,29 @@ def dump(arrays: Mapping[str, np.ndarray]) -> bytes:
 
 def parse(data: bytes) -> dict[str, np.ndarray]:
     """The arrays of a file's bytes, copies of their own. Raises ValueError where it is damaged."""
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > len(data) - 8:
+        raise ValueError(f"truncated: {len(data)} bytes, and a header of {size}")
     try:
-        found = safetensors.deserialize(data)
-    except safetensors.SafetensorError as error:
-        raise ValueError(str(error)) from None
-    arrays = {}
-    for name, about in found:
-        if about["dtype"] not in _DTYPES:
-            raise ValueError(f"{name}: there is no dtype {about['dtype']!r} here")
-        dtype = jnp.dtype(_DTYPES[about["dtype"]])
-        raw = np.array(_little(np.frombuffer(about["data"], np.uint8), dtype.itemsize))
-        arrays[name] = raw.reshape(-1).view(dtype).reshape(about["shape"])
-    return arrays
-
-
-def _little(raw: np.ndarray, size: int) -> np.ndarray:
-    """Bytes of values of `size` bytes from this machine's order to the format's, and back."""
-    return raw if sys.byteorder == "little" or size == 1 else raw.reshape(-1, size)[:, ::-1]
+        header = json.loads(data[8 : 8 + size])
+        body, found, at = data[8 + size :], {}, 0
+        for name, about in header.items():
+            if name == "__metadata__":
+                continue
+            dtype = np.dtype(jnp.dtype(_DTYPES[about["dtype"]]))
+            start, stop = about["data_offsets"]
+            shape = tuple(about["shape"])
+            if stop - start != math.prod(shape) * dtype.itemsize or start != at:
+                raise ValueError(f"{name}: bytes {start}..{stop} do not hold {dtype}{list(shape)}")
+            if stop > len(body):
+                raise ValueError(f"{name}: truncated at {len(body)} of {stop} bytes of data")
+            raw = np.frombuffer(body[start:stop], np.uint8)
+            if sys.byteorder != "little" and dtype.itemsize > 1:
+                raw = raw.reshape(-1, dtype.itemsize)[:, ::-1]
+            found[name] = np.array(raw).reshape(-1).view(dtype).reshape(shape)
+            at = stop
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"the header is not one of safetensors: {error!r}") from None
+    if at != len(body):
+        raise ValueError(f"{len(body)} bytes of data, but the header tells of {at}")
+    return found

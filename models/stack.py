@@ -1,6 +1,7 @@
 """The decoder as pure functions of parameters and cache: one prefill call, one step, forward."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -112,15 +113,19 @@ class Stack:
         kinds = {kind for layer in layers for kind in layer.attention.ropes}
         return {kind: rope.table(kind, positions, jnp.dtype(self.dtype)) for kind in kinds}
 
+    @functools.cached_property
+    def _wanted(self) -> Params:
+        """Made once: an eager `forward` asks at every call."""
+        return self.abstract_params()
+
     def check(self, params: Params) -> None:
         """Raises ValueError unless these are weights of this model, prepared or not."""
-        wanted = self.abstract_params()
-        wrong = params_lib.difference(params, wanted)
-        if wrong and params_lib.difference(params, jax.eval_shape(self.prepare, wanted)):
+        wrong = params_lib.difference(params, self._wanted)
+        if wrong and params_lib.difference(params, jax.eval_shape(self.prepare, self._wanted)):
             raise ValueError(f"the weights are not of this model: {wrong}")
 
     def _embed(self, params: Params, tokens: jax.Array) -> jax.Array:
-        self.check(params)  # while the program is traced: free of cost when it runs
+        self.check(params)  # free of cost where this is compiled: it is done at the trace
         x = params["embed"].astype(self.dtype)[tokens]
         if self.embed_scale != 1.0:
             x = x * jnp.asarray(self.embed_scale, x.dtype)

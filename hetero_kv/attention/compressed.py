@@ -77,7 +77,7 @@ class Compressed:
         if self.indexer and index.size:
             scores = self._index_scores(params["indexer"], x, heads, call)
             if train.select == "topk":
-                chosen = chunk.Chosen(*self.indexer.picks(scores, mask))
+                chosen = self.indexer.picks(scores, mask)
                 mask = selection.chosen(chosen.order, index, chosen.low, chosen.cut)
         if self.heads.trains_with_kernels and not train.aux:
             out = sequence_attention(
@@ -125,17 +125,7 @@ class Compressed:
                 own["compressor"], self.indexer.compressor, pool_, "index_tail", x, view, call
             )
             index_q, weights = self.indexer.queries(own, x, latent, turn)
-            chosen = chunk.Chosen(
-                *self.indexer.select_many(
-                    index_q,
-                    weights,
-                    view.leaves[pool_.name],
-                    view.layer,
-                    pool_.visible(call.positions),
-                    pool_.tiles(call),
-                    pool_.tile,
-                )
-            )
+            chosen = self.indexer.choose(index_q, weights, pool_, view, call)
         out = chunk_attention(
             q,
             layer=view.layer,

@@ -10,9 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from hetero_kv.attention import attend, pool, selection
+from hetero_kv.attention.call import Call, View
 from hetero_kv.attention.compressor import Compressor
+from hetero_kv.attention.entries import EntryPool
 from hetero_kv.attention.rope import Rope, Table, rotate
 from hetero_kv.attention.when import when
+from hetero_kv.kernels.chunk_attention.operands import Chosen
 from hetero_kv.params import Params, ParamSpec, ParamTree
 
 
@@ -62,17 +65,32 @@ class Picker:
         )
         return order, low, cut
 
+    def choose(
+        self, q: jax.Array, weights: jax.Array, keys: EntryPool, view: View, call: Call
+    ) -> Chosen:
+        """What each query [R, S, heads, dim] of a call picks of the pool of index keys."""
+        return Chosen(
+            *self.select_many(
+                q,
+                weights,
+                view.leaves[keys.name],
+                view.layer,
+                keys.visible(call.positions),
+                keys.tiles(call),
+                keys.tile,
+            )
+        )
+
     def mask(self, scores: jax.Array, visible: jax.Array) -> jax.Array:
         """bool[R, S, N]: the top k of f32[R, S, N] scores among those that are visible."""
-        keys, low, cut = self.picks(scores, visible)
-        return selection.chosen(keys, jnp.arange(scores.shape[-1], dtype=jnp.int32), low, cut)
+        chosen = self.picks(scores, visible)
+        index = jnp.arange(scores.shape[-1], dtype=jnp.int32)
+        return selection.chosen(chosen.order, index, chosen.low, chosen.cut)
 
-    def picks(
-        self, scores: jax.Array, visible: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The same as order keys u32[R, S, N] and thresholds; no gradient flows through them."""
+    def picks(self, scores: jax.Array, visible: jax.Array) -> Chosen:
+        """The same as order keys and thresholds; no gradient flows through them."""
         keys = selection.order_keys(jax.lax.stop_gradient(scores), visible)
-        return keys, *selection.thresholds(keys, self.topk, jnp.int32(1), scores.shape[-1])
+        return Chosen(keys, *selection.thresholds(keys, self.topk, jnp.int32(1), scores.shape[-1]))
 
 
 @dataclasses.dataclass(frozen=True)

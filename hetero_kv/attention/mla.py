@@ -20,7 +20,6 @@ from hetero_kv.attention.indexer import Picker, check, teach
 from hetero_kv.attention.norm import layer_norm, rms_norm
 from hetero_kv.attention.rope import Rope, Table, rotate
 from hetero_kv.contract import LayerSpec
-from hetero_kv.kernels.chunk_attention import operands as chunk
 from hetero_kv.kernels.decode_attention.api import decode_attention
 from hetero_kv.kernels.decode_attention.operands import Entries
 from hetero_kv.kernels.indexer.api import select
@@ -197,17 +196,7 @@ class Mla:
         if self.indexer:
             keys, turn = self.indexer.keys, call.tables[self.indexer.rope]
             index_q, weights = self.indexer.queries(params["indexer"], x, latent, turn)
-            chosen = chunk.Chosen(
-                *self.indexer.select_many(
-                    index_q,
-                    weights,
-                    view.leaves[keys.name],
-                    view.layer,
-                    keys.visible(call.positions),
-                    keys.tiles(call),
-                    keys.tile,
-                )
-            )
+            chosen = self.indexer.choose(index_q, weights, keys, view, call)
         state = attend.begin(q.shape[:-1], q.shape[-1], None)
         state = self.cache.attend(state, q, view, call, self.scale, chosen)
         return self._output(params, attend.finish(state), x), view

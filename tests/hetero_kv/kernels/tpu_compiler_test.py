@@ -19,6 +19,7 @@ from hetero_kv.attention.rope import Rope
 from hetero_kv.kernels.compressor import api as compressor
 from hetero_kv.kernels.compressor.reference import Pooling
 from hetero_kv.kernels.page_copy import api as page_copy
+from tests.hetero_kv.kernels import lowering_test as lowering
 from tests.hetero_kv.kernels.chunk_attention import chunk_attention_test as chunk
 
 pytestmark = [
@@ -39,9 +40,9 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def compiled(run: Callable, *shapes: Any, **options: Any) -> Any:
-    """`run` for one chip; its memory analysis."""
-    device = topologies.get_topology_desc("v5e:2x2", "tpu").devices[0]
+def compiled(run: Callable, *shapes: Any, topology: str = "v5e:2x2", **options: Any) -> Any:
+    """`run` for one chip of that generation; its memory analysis."""
+    device = topologies.get_topology_desc(topology, "tpu").devices[0]
     place = jax.sharding.SingleDeviceSharding(device)
     there = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes)
     return jax.jit(run, **options).lower(*there).compile().memory_analysis()
@@ -95,3 +96,18 @@ def test_chunk_attention_writes_its_output_only(name: str) -> None:
     operands = chunk.abstract(shape, layers=2)
     run = functools.partial(chunk.run, rule=shape.rule, implementation="pallas_tpu")
     assert compiled(run, operands).temp_size_in_bytes < 1 << 22
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("size", ["flash", "pro"])
+def test_a_decode_step_allocates_next_to_nothing(size: str, dtype: Any, topology: str) -> None:
+    sizes = lowering.SIZES[size]
+    for ratio, paged in ((0, False), (128, True), (4, True), (4, False)):
+        arguments = lowering._attention(sizes, dtype, ratio, paged)
+        memory = compiled(lowering._attend("pallas_tpu"), *arguments, topology=topology)
+        assert memory.temp_size_in_bytes < 1 << 20
+    for paged in (True, False):
+        arguments = lowering._index(sizes, dtype, paged)
+        run = lowering._picks("pallas_tpu", sizes["k"])
+        assert compiled(run, *arguments, topology=topology).temp_size_in_bytes < 1 << 20
