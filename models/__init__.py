@@ -2,10 +2,18 @@
 
 from models.config import DecoderConfig
 from models.decoder import Decoder
-from models.hf import from_pretrained, save_pretrained
+from models.hf import from_pretrained, plan_pretrained, save_pretrained
 from models.sampling import Sampler
 
-__all__ = ["Decoder", "DecoderConfig", "Sampler", "build", "from_pretrained", "save_pretrained"]
+__all__ = [
+    "Decoder",
+    "DecoderConfig",
+    "Sampler",
+    "build",
+    "from_pretrained",
+    "plan_pretrained",
+    "save_pretrained",
+]
 
 
 def build(config: DecoderConfig) -> Decoder:

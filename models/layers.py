@@ -16,6 +16,7 @@ from hetero_kv.params import Params, ParamSpec, ParamTree
 from models.config import DecoderConfig
 from models.hyper import Hyper
 from models.mlp import Dense, MoE
+from models.quantised import leaf
 
 FeedForward = Dense | MoE
 FORMS: dict[str, Callable[[Fields], FeedForward | None]] = {
@@ -122,6 +123,18 @@ class Layer:
         if not isinstance(self.mlp, MoE):
             return params
         return {**params, "mlp": self.mlp.apart(params["mlp"], axis)}
+
+    def plain(self, params: Params, x: jax.Array) -> Params:
+        """The weights as this layer reads them: none packed but those of experts."""
+        if not leaf.any_packed(params):
+            return params
+        experts = self.mlp.of_experts if isinstance(self.mlp, MoE) else ()
+        held = {name: params["mlp"][name] for name in experts}
+        own = dict(params)
+        if held:
+            own["mlp"] = {k: v for k, v in params["mlp"].items() if k not in held}
+        own = leaf.plain(own, x)
+        return {**own, "mlp": {**own["mlp"], **held}} if held else own
 
     def _block(self, params: Params, name: str, x: jax.Array, run):
         """One residual block around `run(normed input) -> (y, extra)`."""

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from hetero_kv.attention.fields import Fields
 from hetero_kv.params import Params, ParamSpec, ParamTree
+from models.quantised import leaf
 from models.routing import ROUTER, Router
 
 UNROLL = 8  # expert calls up to which single rows are unrolled
@@ -190,14 +191,17 @@ class MoE:
         if self.experts > APART or isinstance(params["gate_up"], tuple):
             return params
         each = {
-            name: tuple(jnp.take(params[name], e, axis) for e in range(self.experts))
-            for name in self._of_experts
+            name: tuple(_taken(params[name], e, axis) for e in range(self.experts))
+            for name in self.of_experts
         }
         return {**params, **each}
 
     @property
-    def _of_experts(self) -> tuple[str, ...]:
-        """Weights with an axis of experts, in the order that `Unit` takes them."""
+    def of_experts(self) -> tuple[str, ...]:
+        """Weights with an axis of experts, in the order that `Unit` takes them.
+
+        They may be packed: an expert is dequantised when its turn comes.
+        """
         names = ("gate_up", "down")
         return (*names, "gate_up_bias", "down_bias") if self.bias else names
 
@@ -231,15 +235,15 @@ class MoE:
         return y.reshape(x.shape)
 
     def _expert(self, params: Params, x: jax.Array, expert: int | jax.Array) -> jax.Array:
-        weights = [params[name] for name in self._of_experts]
+        weights = [params[name] for name in self.of_experts]
         if isinstance(weights[0], tuple) and not isinstance(expert, int):
             each = [functools.partial(self._expert, params, expert=e) for e in range(self.experts)]
             return jax.lax.switch(expert, each, x)
         if isinstance(weights[0], tuple):
             own = [x[expert] for x in weights]
         else:
-            own = [jax.lax.dynamic_index_in_dim(x, expert, 0, keepdims=False) for x in weights]
-        return self.unit(x, *own).astype(jnp.float32)
+            own = [_chosen(x, expert) for x in weights]
+        return self.unit(x, *leaf.plain(own, x)).astype(jnp.float32)
 
     def _all(self, params: Params, x: jax.Array, index: jax.Array, weights: jax.Array) -> jax.Array:
         """Every expert on every token."""
@@ -249,8 +253,8 @@ class MoE:
             y = [self._expert(params, x, e) for e in range(self.experts)]
         else:
             each = jnp.broadcast_to(x, (self.experts, *x.shape))
-            biases = [params[name][:, None] for name in self._of_experts[2:]]
-            y = self.unit(each, params["gate_up"], params["down"], *biases).astype(jnp.float32)
+            gate_up, down, *biases = leaf.plain([params[name] for name in self.of_experts], x)
+            y = self.unit(each, gate_up, down, *(b[:, None] for b in biases)).astype(jnp.float32)
         total = share[:, 0, None] * y[0]
         for e in range(1, self.experts):
             total = total + share[:, e, None] * y[e]
@@ -312,3 +316,15 @@ class MoE:
         for j in range(1, k):
             total = total + weights[:, j, None] * picked[:, j]
         return total
+
+
+def _taken(weight: jax.Array | leaf.Packed, expert: int, axis: int) -> jax.Array | leaf.Packed:
+    """A copy of one expert's part of a weight."""
+    return jax.tree.map(lambda x: jnp.take(x, expert, axis), weight)
+
+
+def _chosen(weight: jax.Array | leaf.Packed, expert: int | jax.Array) -> jax.Array | leaf.Packed:
+    """One expert's part of a weight whose first axis is of experts."""
+    return jax.tree.map(
+        lambda x: jax.lax.dynamic_index_in_dim(x, expert, 0, keepdims=False), weight
+    )

@@ -15,6 +15,7 @@ from hetero_kv.pages import views
 from hetero_kv.params import Params, ParamSpec, ParamTree
 from hetero_kv.state import Cache
 from models.layers import Layer
+from models.quantised import leaf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +121,7 @@ class Stack:
 
     def check(self, params: Params) -> None:
         """Raises ValueError unless these are weights of this model, prepared or not."""
+        params = leaf.logical(params)
         wrong = params_lib.difference(params, self._wanted)
         if wrong and params_lib.difference(params, jax.eval_shape(self.prepare, self._wanted)):
             raise ValueError(f"the weights are not of this model: {wrong}")
@@ -162,7 +164,8 @@ class Stack:
             def body(x: jax.Array, weights: Params, group: Group = group):
                 extras = []
                 for i, layer in enumerate(group.layers):
-                    x, aux = layer.forward(weights[str(i)], x, tokens, call, train)
+                    own = layer.plain(weights[str(i)], x)
+                    x, aux = layer.forward(own, x, tokens, call, train)
                     extras.append(aux)
                 return x, extras
 
@@ -201,7 +204,8 @@ class Stack:
                 for i, layer in enumerate(group.layers):
                     held = views.wrap(leaves[i], layer.attention.spec(), tables)
                     view = View(held, layer_index)
-                    x, view = layer.step(weights[str(i)], x, tokens, view, call, decode)
+                    own = layer.plain(weights[str(i)], x)
+                    x, view = layer.step(own, x, tokens, view, call, decode)
                     leaves[i] = views.unwrap(view.leaves)
                 return x, tuple(leaves)
 

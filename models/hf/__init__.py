@@ -13,6 +13,7 @@ from typing import Any
 from hetero_kv.params import Params
 from models.decoder import Decoder
 from models.hf.family import Family
+from models.hf.loading import Plan, Report
 
 
 def families() -> list[str]:
@@ -32,21 +33,46 @@ def _module(name: str) -> Any:
     return importlib.import_module(f"models.hf.{name}")
 
 
-def from_pretrained(directory: str | pathlib.Path, **changes: Any) -> tuple[Decoder, Params]:
-    """The model of a directory with `config.json` and safetensors, and its weights.
-
-    `changes` are fields of `DecoderConfig` to set, such as `dtype="bfloat16"` or `chunk=128`.
-    Raises ValueError naming every field or tensor that does not fit.
-    """
+def _fields(directory: str | pathlib.Path) -> tuple[dict[str, Any], Family]:
+    """The `config.json` of a directory, and the family that reads it."""
     path = pathlib.Path(directory) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give a directory with config.json")
-    fields = json.loads(path.read_text())
     try:
-        found = family(fields.get("model_type"))
-    except ValueError as error:
+        fields = json.loads(path.read_text())
+        return fields, family(fields.get("model_type"))
+    except (ValueError, AttributeError) as error:
         raise ValueError(f"{path}: {error}") from error
-    return found.load(directory, fields, **changes)
+
+
+def from_pretrained(
+    directory: str | pathlib.Path,
+    *,
+    keep_quantised: bool = False,
+    progress: Report | None = None,
+    **changes: Any,
+) -> tuple[Decoder, Params]:
+    """The model of a directory with `config.json` and safetensors, and its weights.
+
+    Block-scaled FP8 and FP4 weights (see `models.hf.stored`) become `param_dtype`; with
+    `keep_quantised` those of layers stay as they are in the files and are dequantised in the
+    compiled calls, one layer at a time, to the same bits. progress: called after every tensor.
+    `changes` are fields of `DecoderConfig` to set, such as `dtype="bfloat16"` or `chunk=128`.
+    Raises ValueError naming every field or tensor that does not fit.
+    """
+    fields, found = _fields(directory)
+    return found.load(directory, fields, keep_quantised, progress, **changes)
+
+
+def plan_pretrained(
+    directory: str | pathlib.Path, *, keep_quantised: bool = False, **changes: Any
+) -> Plan:
+    """What `from_pretrained` would do: sizes, dtypes, missing and extra tensors, other problems.
+
+    Of the weights only headers are read; see `models.hf.dry_run` for tables of it.
+    """
+    fields, found = _fields(directory)
+    return found.plan(directory, fields, keep_quantised, **changes)
 
 
 def save_pretrained(

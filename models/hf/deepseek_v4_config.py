@@ -63,10 +63,6 @@ def parse(fields: Mapping[str, Any]) -> DecoderConfig:
     wrong = {k: fields[k] for k, v in FIXED.items() if fields.get(k, v) != v}
     if wrong:
         raise ValueError(f"config.json: not implemented: {wrong}; only {FIXED}")
-    if fields.get("quantization_config"):
-        raise ValueError(
-            "config.json has a quantization_config; convert the weights to bfloat16 and remove it"
-        )
     values = {ours: fields[theirs] for theirs, ours in PLAIN.items() if theirs in fields}
     if values["swiglu_limit"] <= 0:
         raise ValueError(f"config.json: swiglu_limit must be > 0, got {values['swiglu_limit']}")

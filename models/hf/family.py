@@ -11,29 +11,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from hetero_kv.params import Params
 from models.config import DecoderConfig
 from models.decoder import Decoder
-from models.hf import shards
-from models.hf.parts import Layout, Part
+from models.hf import loading, packing, shards, stored
+from models.hf.parts import Layout
+from models.hf.weights import Weight, get
+from models.quantised.leaf import is_packed
 
 SHARD_BYTES = 4 << 30
-FLOATS = ("F32", "BF16", "F16")
-INTEGERS = ("I64", "I32")
-
-
-@dataclasses.dataclass(frozen=True)
-class Weight:
-    """One leaf of the parameter tree and the tensors that fill it, layer by layer."""
-
-    path: tuple[str, ...]
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    choices: tuple[tuple[Layout, ...], ...]  # per layer: the ways in which files hold it
-
+# What `config.json` does not tell: how a model is run, and how one would be initialised.
+UNTOLD = ("dtype", "cache_dtype", "kernels", "chunk", "block", "scan_layers", "init_scale")
 
 Layouts = Callable[..., Iterator[Layout]]
 
@@ -74,43 +64,78 @@ class Family:
 
     # -- reading -------------------------------------------------------------------------------
 
+    def plan(
+        self,
+        directory: str | pathlib.Path,
+        fields: Mapping[str, Any],
+        keep_quantised: bool = False,
+        **changes: Any,
+    ) -> loading.Plan:
+        """What `load` with the same arguments would do; of the weights only headers are read.
+
+        Raises ValueError for a `config.json` that is not understood, and for files that are absent
+        or damaged; what does not fit is in the plan's `problems`.
+        """
+        block = stored.block_size(fields)
+        model = Decoder(self.parse(fields).replace(**changes))
+        reader = shards.Reader(directory)
+        found, problems = stored.find(reader, block)
+        named = self._by_canonical_name(found, model.config)
+        return loading.plan(model, reader, named, self.weights(model), problems, keep_quantised)
+
     def load(
-        self, directory: str | pathlib.Path, fields: Mapping[str, Any], **changes: Any
+        self,
+        directory: str | pathlib.Path,
+        fields: Mapping[str, Any],
+        keep_quantised: bool = False,
+        progress: loading.Report | None = None,
+        **changes: Any,
     ) -> tuple[Decoder, Params]:
         """Model and weights of a directory whose `config.json` has these fields.
 
-        Float tensors may be float32, bfloat16 or float16; they are converted to the model's
-        `param_dtype`. Beside the parameters at most one weight is in memory twice.
+        Float tensors may be float32, bfloat16, float16, or quantised (see `stored`); they are
+        converted to the model's `param_dtype`, or with `keep_quantised` those of layers stay in
+        their layout. At most a few megabytes are in memory beside the parameters.
         """
-        model = Decoder(self.parse(fields).replace(**changes))
-        reader = shards.Reader(directory)
-        names = self._by_canonical_name(reader, model.config)
-        wanted = [(weight, _choose(weight, names)) for weight in self.weights(model)]
-        _check(reader, names, wanted)
-        params: Params = {}
-        for weight, parts in wanted:
-            value = np.empty(weight.shape, weight.dtype)
-            for part in parts:
-                tensor = reader.tensor(names[part.name])
-                if weight.path[-1] == "table":
-                    _check_table(part.name, tensor, model.config.n_experts)
-                value[part.index] = part.ours(tensor).astype(weight.dtype)
-            _put(params, weight.path, jnp.asarray(value))
-        return model, params
+        plan = self.plan(directory, fields, keep_quantised, **changes)
+        return plan.model, plan.read(progress)
 
-    def _by_canonical_name(self, reader: shards.Reader, config: DecoderConfig) -> dict[str, str]:
-        """Names in the files by canonical name, without those that are left out."""
-        names: dict[str, str] = {}
-        for name in reader.files:
+    def _by_canonical_name(
+        self, found: Mapping[str, stored.Stored], config: DecoderConfig
+    ) -> dict[str, stored.Stored]:
+        """What the files have by canonical name, without those that are left out."""
+        names: dict[str, stored.Stored] = {}
+        for name, weight in found.items():
             known = self.canonical(name)
             if self.left_out(config, known):
                 continue
             if known in names:
-                raise ValueError(f"{names[known]} and {name} are both {known}; remove one of them")
-            names[known] = name
+                raise ValueError(
+                    f"{names[known].name} and {name} are both {known}; remove one of them"
+                )
+            names[known] = weight
         return names
 
     # -- writing -------------------------------------------------------------------------------
+
+    def _tensors(
+        self, model: Decoder, params: Params
+    ) -> Iterator[tuple[str, tuple[int, ...], np.dtype, Callable[[], np.ndarray]]]:
+        """Name, shape, dtype and maker of every tensor of a model, in the file's orientation."""
+        for weight in self.weights(model):
+            leaf = get(params, weight.path)
+            if is_packed(leaf):
+                yield from packing.tensors(weight, leaf)
+                continue
+            whole = np.issubdtype(weight.dtype, np.integer)
+            kind = np.dtype(np.int64) if whole else np.dtype(leaf.dtype)
+            for choices in weight.choices:
+                for part in choices[0]:
+
+                    def make(part=part, leaf=leaf, kind=kind) -> np.ndarray:
+                        return part.theirs(np.asarray(leaf[part.index])).astype(kind, copy=False)
+
+                    yield part.name, part.shape, kind, make
 
     def state_dict(
         self, model: Decoder, params: Params, names: Sequence[str] | None = None
@@ -118,17 +143,36 @@ class Family:
         """Names and tensors of a model, all or the named ones, in the file's orientation.
 
         Works for every model whose weights have names; those of parts that the family lacks are
-        made after its pattern.
+        made after its pattern. Integer tables are int64, as in the library's files. Packed weights
+        are the tensors that they were read from, under names of the library's pattern.
         """
         only = None if names is None else set(names)
-        for weight in self.weights(model):
-            leaf = params
-            for key in weight.path:
-                leaf = leaf[key]
-            for choices in weight.choices:
-                for part in choices[0]:
-                    if only is None or part.name in only:
-                        yield part.name, part.theirs(_stored(np.asarray(leaf[part.index])))
+        for name, _, _, make in self._tensors(model, params):
+            if only is None or name in only:
+                yield name, make()
+
+    def fields(self, model: Decoder, params: Params) -> dict[str, Any]:
+        """The `config.json` of a model with these weights.
+
+        Raises ValueError where the family has no place for the model: for a part of it, or because
+        what is written would be read as another one.
+        """
+        config = model.config
+        fields = self.write(config)
+        again = self.parse(fields).replace(**{name: getattr(config, name) for name in UNTOLD})
+        if again != config and Decoder(again).stack != model.stack:
+            wrong = [
+                f"{name}={have!r} would be read as {getattr(again, name)!r}"
+                for name, have in vars(config).items()
+                if getattr(again, name) != have
+            ]
+            raise ValueError(
+                f"{fields['model_type']} has no place for this model: {', '.join(wrong)}; save it "
+                "as a checkpoint instead"
+            )
+        packed = [leaf for leaf in jax.tree.leaves(params, is_leaf=is_packed) if is_packed(leaf)]
+        names = [name for name, *_ in self._tensors(model, params)] if packed else []
+        return fields | packing.fields(packed, names)
 
     def save(
         self,
@@ -137,18 +181,18 @@ class Family:
         directory: str | pathlib.Path,
         shard_bytes: int = SHARD_BYTES,
     ) -> None:
-        """Write `config.json` and the weights, in the dtypes of `params`.
+        """Write `config.json` and the weights, in the dtypes and layouts of `params`.
 
-        Raises ValueError before anything is written where the family has no place for the model.
+        Raises ValueError before anything is written where the family has no place for the model or
+        the layout of its weights.
         """
-        fields = self.write(model.config)
+        fields = self.fields(model, params)
+        sizes = {
+            name: shards.bytes_of(shape, dtype)
+            for name, shape, dtype, _ in self._tensors(model, params)
+        }
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        sizes = {}
-        for weight in self.weights(model):
-            kind = np.int64 if np.issubdtype(weight.dtype, np.integer) else weight.dtype
-            for choices in weight.choices:
-                sizes |= {part.name: shards.bytes_of(part.shape, kind) for part in choices[0]}
         shards.write(
             directory,
             sizes,
@@ -156,72 +200,3 @@ class Family:
             limit=shard_bytes,
         )
         (directory / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-
-
-def _choose(weight: Weight, names: Mapping[str, str]) -> list[Part]:
-    """The parts of every layer, in the layout that the files have (else the first, to report)."""
-    parts: list[Part] = []
-    for choices in weight.choices:
-        present = [c for c in choices if any(part.name in names for part in c)]
-        parts += (present or choices)[0]
-    return parts
-
-
-def _check(
-    reader: shards.Reader,
-    names: Mapping[str, str],
-    wanted: Sequence[tuple[Weight, list[Part]]],
-) -> None:
-    """Raise ValueError that names every tensor that is missing, extra, misshapen or mistyped."""
-    parts = [(part, weight) for weight, found in wanted for part in found]
-    used = {part.name for part, _ in parts}
-    missing = sorted(used - set(names))
-    extra = sorted(name for known, name in names.items() if known not in used)
-    shapes, dtypes = [], []
-    for part, weight in parts:
-        if part.name not in names:
-            continue
-        name = names[part.name]
-        kinds = INTEGERS if np.issubdtype(weight.dtype, np.integer) else FLOATS
-        if reader.shapes[name] != part.shape:
-            shapes.append(f"{name} is {list(reader.shapes[name])}, not {list(part.shape)}")
-        if reader.dtypes[name] not in kinds:
-            dtypes.append(f"{name} is {reader.dtypes[name]}, not one of {kinds}")
-    problems = []
-    if missing:
-        problems.append(
-            f"missing tensors: {', '.join(missing)} (fetch all files, or make config.json match)"
-        )
-    if extra:
-        problems.append(
-            f"tensors that this model has no place for: {', '.join(extra)} (remove them, or make "
-            "config.json match)"
-        )
-    if shapes:
-        problems.append(f"wrong shapes: {'; '.join(shapes)} (make config.json match)")
-    if dtypes:
-        problems.append(
-            f"wrong dtypes: {'; '.join(dtypes)} (convert quantised weights to bfloat16 first)"
-        )
-    if problems:
-        raise ValueError(f"{reader.directory}: " + ". ".join(problems))
-
-
-def _check_table(name: str, table: np.ndarray, experts: int) -> None:
-    """A hash layer's table must name experts that exist."""
-    if table.min() < 0 or table.max() >= experts:
-        raise ValueError(
-            f"{name} names experts {table.min()}..{table.max()} of {experts}; the file is damaged "
-            "or n_routed_experts is wrong"
-        )
-
-
-def _put(params: Params, path: tuple[str, ...], value: jax.Array) -> None:
-    for key in path[:-1]:
-        params = params.setdefault(key, {})
-    params[path[-1]] = value
-
-
-def _stored(value: np.ndarray) -> np.ndarray:
-    """Integer tables are int64 in the library's files."""
-    return value.astype(np.int64) if np.issubdtype(value.dtype, np.integer) else value

@@ -30,10 +30,6 @@ def fixed(fields: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     wrong = {k: fields[k] for k, v in values.items() if fields.get(k, v) != v}
     if wrong:
         raise ValueError(f"config.json: not implemented: {wrong}; only {dict(values)}")
-    if fields.get("quantization_config"):
-        raise ValueError(
-            "config.json has a quantization_config; convert the weights to bfloat16 and remove it"
-        )
 
 
 def dtypes(fields: Mapping[str, Any]) -> dict[str, str]:

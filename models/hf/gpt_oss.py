@@ -11,7 +11,7 @@ from models.config import DecoderConfig
 from models.hf import fields as json_fields
 from models.hf import rope
 from models.hf.family import Family
-from models.hf.parts import TOP, Layout, listed
+from models.hf.parts import TOP, Layout, listed, part
 
 TYPES = {"sliding_attention": "local", "full_attention": "full"}
 THETA = 150_000.0
@@ -66,16 +66,25 @@ LAYER = {
     "mlp/down": ("mlp.experts.down_proj", "same"),
     "mlp/down_bias": ("mlp.experts.down_proj_bias", "same"),
 }
+# In the released files experts' weights are codes and scales, and [E, out, in].
+MXFP4 = {
+    "mlp/gate_up": ("mlp.experts.gate_up_proj_blocks", "woven_rows"),
+    "mlp/down": ("mlp.experts.down_proj_blocks", "swap"),
+}
 
 
 def layouts(
     config: DecoderConfig, path: str, shape: tuple[int, ...], layer: int | None, *index: int
 ) -> Iterator[Layout]:
-    """See `Family`."""
+    """See `Family`. Weights of experts are in one piece, or packed as MXFP4 in the release."""
     if layer is None:
         yield listed(TOP, "", path, shape)
-    else:
-        yield listed(LAYER, f"model.layers.{layer}.", path, shape, *index)
+        return
+    prefix = f"model.layers.{layer}."
+    yield listed(LAYER, prefix, path, shape, *index)
+    if path in MXFP4:
+        name, form = MXFP4[path]
+        yield (part(prefix + name, form, shape, *index),)
 
 
 def parse(fields: Mapping[str, Any]) -> DecoderConfig:

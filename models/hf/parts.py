@@ -1,40 +1,11 @@
 """Tensors of files and their places in our weights: names, orientations, halves."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-Transform = Callable[[np.ndarray], np.ndarray]
-
-
-def _swap(x: np.ndarray) -> np.ndarray:
-    return x.swapaxes(-1, -2)
-
-
-def _apart(x: np.ndarray) -> np.ndarray:
-    return np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
-
-
-def _woven(x: np.ndarray) -> np.ndarray:
-    return np.stack(np.split(x, 2, axis=-1), axis=-1).reshape(x.shape)
-
-
-# From the file's form to ours and back. "swap": [out, in] in the file, ours [in, out]. "plus_one":
-# the file has what a norm's factor exceeds 1 by. "woven": gate and up columns in turns, ours gate
-# columns first. "flat" (axes of
-# length 1 in the file, ours without) and "groups" (file [G * out, in], ours [G, in, out]) are in
-# `Part`: they need its shape, or G.
-FORMS: dict[str, tuple[Transform, Transform]] = {
-    "same": (lambda x: x, lambda x: x),
-    "swap": (_swap, _swap),
-    "plus_one": (
-        lambda x: np.float32(1) + x.astype(np.float32),
-        lambda x: x.astype(np.float32) - np.float32(1),
-    ),
-    "woven": (_apart, _woven),
-    "taps": (lambda x: x[..., 0, :].swapaxes(-1, -2), lambda x: _swap(x)[..., None, :]),
-}
+from models.forms import Form
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,24 +15,18 @@ class Part:
     name: str  # canonical
     shape: tuple[int, ...]  # in the file
     index: tuple[int | slice, ...]
-    form: str
-    groups: int = 1  # of the form "groups"
+    form: Form
 
-    def ours(self, tensor: np.ndarray) -> np.ndarray:
-        """From the file's form."""
-        if self.form == "flat":
-            return tensor.reshape(-1)
-        if self.form == "groups":
-            return tensor.reshape(self.groups, -1, tensor.shape[-1]).swapaxes(-1, -2)
-        return FORMS[self.form][0](tensor)
+    @property
+    def place(self) -> tuple[tuple[int, ...], int]:
+        """Layer and expert (those that `index` picks), and the first column of ours."""
+        picked = tuple(i for i in self.index if not isinstance(i, slice))
+        last = self.index[-1] if self.index else None
+        return picked, (last.start or 0) if isinstance(last, slice) else 0
 
     def theirs(self, value: np.ndarray) -> np.ndarray:
-        """To the file's form."""
-        if self.form == "flat":
-            return value.reshape(self.shape)
-        if self.form == "groups":
-            return value.swapaxes(-1, -2).reshape(self.shape)
-        return FORMS[self.form][1](value)
+        """The file's tensor for a piece of our weight."""
+        return self.form.values_out(self.form.view(value)).reshape(self.shape)
 
 
 Layout = tuple[Part, ...]
@@ -69,15 +34,8 @@ Layout = tuple[Part, ...]
 
 def part(name: str, form: str, shape: Sequence[int], *index: int | slice) -> Part:
     """The tensor that fills a piece of `shape` (ours) at `index`."""
-    shape = tuple(shape)
-    if form == "swap":
-        return Part(name, (*shape[:-2], shape[-1], shape[-2]), index, form)
-    if form == "taps":
-        return Part(name, (shape[-1], 1, shape[-2]), index, form)
-    if form == "groups":
-        groups, wide, rank = shape
-        return Part(name, (groups * rank, wide), index, form, groups)
-    return Part(name, shape, index, form)
+    how = Form(form, shape[0]) if form == "groups" else Form(form)
+    return Part(name, how.file_shape(shape), index, how)
 
 
 def gated(

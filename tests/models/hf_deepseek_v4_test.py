@@ -172,7 +172,7 @@ BAD_FIELDS = (
     ({"mlp_layer_types": None}, "num_hash_layers"),
     ({"scoring_func": "softmax"}, "scoring_func"),
     ({"n_shared_experts": 2}, "n_shared_experts"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "convert the weights"),
+    ({"quantization_config": {"quant_method": "gptq"}}, "quant_method is 'gptq'.*bfloat16"),
     ({"dtype": "float16"}, "float16"),
     ({"index_topk": None}, "lacks index_topk"),
     ({"swiglu_limit": 0.0}, "swiglu_limit"),
