@@ -9,7 +9,12 @@ import pytest
 from models.quantised.blocks import FP4, FP8, FP8_POWERS, Blocks
 from tests.models.quantised import oracle
 
-LAYOUTS = {"fp8": FP8, "fp8_powers": FP8_POWERS, "fp4": FP4, "small": Blocks("e4m3", (3, 4), "e8m0")}
+LAYOUTS = {
+    "fp8": FP8,
+    "fp8_powers": FP8_POWERS,
+    "fp4": FP4,
+    "small": Blocks("e4m3", (3, 4), "e8m0"),
+}
 # Beside whole blocks: one element, one row or column too many or too few.
 SHAPES = {
     "fp8": [(1, 2), (128, 128), (127, 130), (129, 256)],

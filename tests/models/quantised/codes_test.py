@@ -1,5 +1,7 @@
 """Every code of every format, both ways, against the formats' definitions."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -46,7 +48,7 @@ def test_every_value_with_every_e8m0_scale(values: np.ndarray) -> None:
 def test_the_nearest_code_is_taken(name: str) -> None:
     """At every value, at every midpoint (ties to even), beside both, and beyond the largest."""
     table = [float(x) for x in (E4M3[:127] if name == "e4m3" else E2M1[:8])]
-    middles = [(a + b) / 2 for a, b in zip(table, table[1:], strict=False)]
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(table)]
     points = np.array([*table, *middles], np.float32)
     points = np.concatenate([points, np.nextafter(points, 1e9), np.nextafter(points, -1e9)])
     points = np.concatenate([points, np.float32([table[-1] * 1.2, 1e30, np.inf, 1e-30])])
