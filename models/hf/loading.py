@@ -144,6 +144,7 @@ class _Kept:
         self.form, self.codes, self.scales = source.parts[0].form, {}, {}
         for start, part in pieces(source.parts).items():
             ahead = lead(self.weight.shape, part)
+            self.apart = len(ahead)
             shape = self.blocks.code_shape(part.shape)
             self.codes[start] = filling.aligned((*ahead, *shape), np.dtype(np.uint8))
             shape = self.blocks.scale_shape(part.shape)
@@ -158,7 +159,7 @@ class _Kept:
 
     def result(self) -> Packed:
         """The leaf."""
-        meaning = Meaning(self.blocks, self.form, self.weight.dtype.name)
+        meaning = Meaning(self.blocks, self.form, self.weight.dtype.name, self.apart)
         return Packed(
             meaning,
             tuple(jax.device_put(self.codes[start]) for start in sorted(self.codes)),

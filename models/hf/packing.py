@@ -51,14 +51,16 @@ def _maker(
 
 def _matching(weight: Weight, leaf: Packed, layer: int) -> Sequence[Part]:
     """The layout of one layer's files that has the pieces of the leaf."""
-    blocks, form = leaf.meaning.blocks, leaf.meaning.form
+    blocks, form, apart = leaf.meaning.blocks, leaf.meaning.form, leaf.meaning.apart
     for layout in weight.choices[layer]:
         found = pieces(layout)
-        shapes = tuple(
-            (*lead(weight.shape, found[start]), *blocks.code_shape(found[start].shape))
-            for start in sorted(found)
-        )
-        if shapes == tuple(x.shape for x in leaf.codes) and {x.form for x in layout} == {form}:
+        ahead = [lead(weight.shape, found[start]) for start in sorted(found)]
+        shapes = [
+            (*axes, *blocks.code_shape(found[start].shape))
+            for axes, start in zip(ahead, sorted(found), strict=True)
+        ]
+        same = {x.form for x in layout} == {form} and {len(x) for x in ahead} == {apart}
+        if same and shapes == [x.shape for x in leaf.codes]:
             return layout
     raise ValueError(
         f"{'/'.join(weight.path)} is packed as {leaf.meaning} in {len(leaf.codes)} pieces, for "

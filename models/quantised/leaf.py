@@ -17,11 +17,16 @@ from models.quantised.blocks import Blocks
 
 @dataclasses.dataclass(frozen=True)
 class Meaning:
-    """What the bytes of a packed weight are: part of the paths of its arrays, so of its digest."""
+    """What the bytes of a packed weight are: part of the paths of its arrays, so of its digest.
+
+    form: from the files' order to ours. dtype: of the weight when dequantised. apart: so many of
+    the first axes (layers, experts) have a tensor of their own in the files for every index.
+    """
 
     blocks: Blocks
-    form: Form  # from the files' order to ours
-    dtype: str  # of the weight when dequantised
+    form: Form
+    dtype: str
+    apart: int = 1
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -104,17 +109,24 @@ def plain(tree: Any, x: jax.Array) -> Any:
     """The tree with its packed leaves dequantised, not before `x` is there.
 
     Without that order a compiler is free to dequantise all layers first, or once before a loop over
-    decode steps: both would hold the model in full. A tree without packed leaves is returned as it
-    is.
+    decode steps: both would hold the model in full. (XLA drops barriers on the CPU before it
+    decides on the order, so what is read depends on `x`, by a bit that is never set.) A tree
+    without packed leaves is returned as it is.
     """
     if not any_packed(tree):
         return tree
+    never = x[(0,) * x.ndim].astype(jnp.float32) > jnp.inf
+
+    def late(held: jax.Array) -> jax.Array:
+        if held.dtype == jnp.uint8:
+            return held ^ never.astype(jnp.uint8)
+        bits = jax.lax.bitcast_convert_type(held, jnp.uint32) ^ never.astype(jnp.uint32)
+        return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
     def one(leaf: Any) -> Any:
         if not is_packed(leaf):
             return leaf
-        leaf, _ = jax.lax.optimization_barrier((leaf, x))
-        # Behind the second one, products see an array, as those of dequantised weights do.
-        return jax.lax.optimization_barrier(leaf.dequantise())
+        # Where there are barriers, products see an array, as those of dequantised weights do.
+        return jax.lax.optimization_barrier(jax.tree.map(late, leaf).dequantise())
 
     return jax.tree.map(one, tree, is_leaf=is_packed)
