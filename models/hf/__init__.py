@@ -45,6 +45,11 @@ def _fields(directory: str | pathlib.Path) -> tuple[dict[str, Any], Family]:
         raise ValueError(f"{path}: {error}") from error
 
 
+def model_type(directory: str | pathlib.Path) -> str:
+    """The family of a directory."""
+    return _fields(directory)[0]["model_type"]
+
+
 def from_pretrained(
     directory: str | pathlib.Path,
     *,

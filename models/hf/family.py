@@ -174,6 +174,13 @@ class Family:
         names = [name for name, *_ in self._tensors(model, params)] if packed else []
         return fields | packing.fields(packed, names)
 
+    def sizes(self, model: Decoder, params: Params) -> dict[str, int]:
+        """Bytes of every tensor that `save` writes; shapes and dtypes of `params` suffice."""
+        return {
+            name: shards.bytes_of(shape, dtype)
+            for name, shape, dtype, _ in self._tensors(model, params)
+        }
+
     def save(
         self,
         model: Decoder,
@@ -187,10 +194,7 @@ class Family:
         the layout of its weights.
         """
         fields = self.fields(model, params)
-        sizes = {
-            name: shards.bytes_of(shape, dtype)
-            for name, shape, dtype, _ in self._tensors(model, params)
-        }
+        sizes = self.sizes(model, params)
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         shards.write(

@@ -174,7 +174,10 @@ def write(
         single = len(shards) == 1
         file = SINGLE if single else f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         held = {name: np.ascontiguousarray(value) for name, value in tensors(names)}
-        save_file(held, directory / file, metadata={"format": "pt"})
+        try:
+            save_file(held, directory / file, metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            raise OSError(f"{directory / file}: could not be written: {error}") from error
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total = {"total_size": sum(sizes.values())}

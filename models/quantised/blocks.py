@@ -31,6 +31,12 @@ class Blocks:
         if self.element not in ELEMENTS or self.scale not in SCALES or min(self.block) < 1:
             raise ValueError(f"{self}: element is one of {ELEMENTS}, scale one of {SCALES}")
 
+    @property
+    def name(self) -> str:
+        """In tables."""
+        rows, columns = self.block
+        return f"{self.element} / {self.scale} per {rows} x {columns}"
+
     def code_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Of the codes u8 of a tensor of `shape`. Raises ValueError for an odd e2m1 row."""
         if self.element == "e4m3":
