@@ -89,7 +89,8 @@ class Plan:
     def _tensors(self) -> Iterator[str]:
         for source in self.sources:
             for part in source.parts:
-                yield from self.stored[part.name].tensors
+                if part.name in self.stored:
+                    yield from self.stored[part.name].tensors
 
     def check(self) -> None:
         """Raises ValueError with all problems."""

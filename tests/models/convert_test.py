@@ -3,6 +3,7 @@
 import pathlib
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from models.hf import shards
 from models.quantised.leaf import any_packed
 from tests.models import families
 from tests.models.hf import quantised_dirs
+from tests.models.weights import random_params
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -32,7 +34,7 @@ def left_over(directory: pathlib.Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "golden", ["flash", "gemma3_text-turns_capped", "nemotron_h-experts_between"]
+    "golden", ["smallest", "gemma3_text-turns_capped", "nemotron_h-experts_between"]
 )
 def test_there_and_back(golden: str, tmp_path: pathlib.Path) -> None:
     source, seen = families.GOLDENS / golden, []
@@ -115,7 +117,7 @@ def test_a_damaged_source_is_named_and_leaves_nothing(tmp_path: pathlib.Path) ->
 def test_models_without_a_family(tmp_path: pathlib.Path) -> None:
     """Checkpoints are for every model; directories for those that a family has a place for."""
     model = build(DecoderConfig(layer_types=("swa",), mlp_types=("dense",)))
-    params = model.init(jax.random.key(0))
+    params = random_params(model)
     checkpoints.save(tmp_path / "own", model, params)
     again, read = checkpoints.restore(tmp_path / "own")
     assert again.config == model.config
@@ -138,6 +140,29 @@ def test_descriptions(tmp_path: pathlib.Path) -> None:
     assert not convert.describe(tmp_path / "orbax", limit=100)[1]
 
 
+def flags(**given) -> types.SimpleNamespace:
+    """As absl would have parsed them."""
+    default = dict(target="", dtype="", keep_quantised=False, dry_run=False, memory_gib=None)
+    return types.SimpleNamespace(**(default | {"model_type": ""} | given))
+
+
+def test_what_flags_do(tmp_path: pathlib.Path, capsys) -> None:
+    source = quantised_dirs.gpt_oss(tmp_path / "made")[0]
+    convert.main(flags(source=source, dry_run=True, keep_quantised=True))
+    assert "e2m1 / e8m0 per 1 x 32" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="would not succeed"):
+        convert.main(flags(source=source, dry_run=True, memory_gib=1e-6))
+    assert "does not fit" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--target"):
+        convert.main(flags(source=source))
+    convert.main(flags(source=source, target=tmp_path / "orbax", keep_quantised=True))
+    convert.main(flags(source=tmp_path / "orbax", target=tmp_path / "back"))
+    want = hf.from_pretrained(source, keep_quantised=True)[1]
+    assert_same(hf.from_pretrained(tmp_path / "back", keep_quantised=True)[1], want)
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.full
 def test_the_program(tmp_path: pathlib.Path) -> None:
     def run(*flags: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "models.convert", *flags]
