@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetero_kv.attention.pool import Paged, Pool
+from hetero_kv.attention.ring import Ring
+from hetero_kv.packing import Packed, Packing
 
 TILE = 64  # entries that references read at a time, unless told otherwise
 
@@ -42,13 +44,42 @@ def floating(name: str, array: Any) -> None:
 
 
 def pool(name: str, value: Pool, batch: int, width: int) -> Any:
-    """The array of rows of a pool, checked."""
+    """The array of rows of a pool, checked; of packed rows what they are read as."""
+    if isinstance(value, Packed):
+        _width(name, value.packing, width)
+        return as_read(pool(name, value.rows, batch, value.packing.bytes), value.packing)
     if isinstance(value, Paged):
         shape(f"{name}.pages", value.pages, (None, None, None, width))
         shape(f"{name}.read", value.read, (batch, None), integer=True)
         return value.pages
     shape(name, value, (None, batch, None, width))
     return value
+
+
+def ring(name: str, value: Ring, batch: int, width: int) -> Any:
+    """The array of rows of a ring, checked; of packed rows what they are read as."""
+    if not isinstance(value, Packed):
+        shape(name, value, (None, batch, None, width))
+        return value
+    _width(name, value.packing, width)
+    shape(name, value.rows, (None, batch, None, value.packing.bytes))
+    return as_read(value.rows, value.packing)
+
+
+def as_read(rows: Any, packing: Packing) -> Any:
+    """Shape and dtype of what is read of packed rows u8[..., bytes]; `Paged` ones stay in pages."""
+    if isinstance(rows, Paged):
+        return rows._replace(pages=as_read(rows.pages, packing))
+    if rows.dtype != jnp.uint8 or rows.shape[-1] != packing.bytes:
+        raise ValueError(
+            f"{packing.kind} rows are uint8[{packing.bytes}], got {rows.dtype}{list(rows.shape)}"
+        )
+    return jax.ShapeDtypeStruct((*rows.shape[:-1], packing.width), jnp.dtype(packing.dtype))
+
+
+def _width(name: str, packing: Packing, width: int) -> None:
+    if packing.width != width:
+        raise ValueError(f"{name} is packed from {packing.width} values a row, not {width}")
 
 
 def tile(size: int, rows: int, paged: bool) -> None:

@@ -11,7 +11,7 @@ from tests.house.import_graph import Source
 # Modules and packages of hetero_kv, earliest first: each may import from its own row and the rows
 # above. A new one is added here first.
 LAYERS = (
-    ("contract", "params", "metrics", "tensors"),
+    ("contract", "packing", "params", "metrics", "tensors"),
     ("state",),
     ("attention", "kernels", "pages", "validate", "snapshot", "bundle_files"),
     ("prefix", "accounting", "requests", "guard", "options"),
@@ -29,9 +29,12 @@ LIBRARIES = {
     "hetero_kv": {"jax", "jaxlib", "numpy", "ml_dtypes", "xxhash", "absl-py"},
 }
 # Pure maths of attention, arrays in and arrays out: the references of kernels are written with it.
-MATHS = tuple(
-    f"hetero_kv/attention/{name}.py"
-    for name in ("attend", "norm", "pool", "ring", "rope", "selection", "when")
+MATHS = (
+    "hetero_kv/packing.py",
+    *(
+        f"hetero_kv/attention/{name}.py"
+        for name in ("attend", "norm", "pool", "ring", "rope", "selection", "when")
+    ),
 )
 # Rooms of the repository that a room may import from.
 ROOMS = {

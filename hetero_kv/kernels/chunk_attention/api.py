@@ -6,7 +6,6 @@ from typing import Any
 import jax
 
 from hetero_kv.attention import pool
-from hetero_kv.attention.pool import Paged
 from hetero_kv.kernels import checks, dispatch
 from hetero_kv.kernels.chunk_attention import reference
 from hetero_kv.kernels.chunk_attention.operands import Entries, Operands, Rule, Window
@@ -67,7 +66,7 @@ def _backends(rule: Rule, tiles: Any) -> dict[str, dispatch.Backend]:
     check = functools.partial(pallas_tpu.check, rule, tiles=tiles)
     gpu = functools.partial(pallas_gpu.run, rule)
     return {
-        "reference": dispatch.Backend(functools.partial(reference.run, rule)),
+        "reference": dispatch.Backend(functools.partial(reference.run, rule), packed=True),
         "pallas_tpu": dispatch.Backend(tpu, check),
         "pallas_gpu": dispatch.Backend(gpu, functools.partial(pallas_gpu.check, rule)),
         "interpret": dispatch.Backend(functools.partial(tpu, interpret=interpret.tpu()), check),
@@ -87,16 +86,16 @@ def _validate(operands: Operands, rule: Rule) -> None:
     if window is None and entries is None:
         raise ValueError("there is neither a window nor entries to attend to")
     if window is not None:
-        checks.shape("window.rows", window.rows, (None, batch, None, width))
+        rows = checks.ring("window.rows", window.rows, batch, width)
         checks.shape("window.kv", window.kv, (batch, size, width))
         checks.shape("window.first", window.first, (batch,), integer=True)
-        checks.floating("window.rows", window.rows)
+        checks.floating("window.rows", rows)
     if entries is not None:
         if rule.ratio < 2:
             raise ValueError(f"entries need a ratio of at least 2 tokens, got {rule.ratio=}")
         checks.floating("entries.pool", checks.pool("entries.pool", entries.pool, batch, width))
         rows = pool.rows(entries.pool)
-        checks.tile(rule.tile, rows, isinstance(entries.pool, Paged))
+        checks.tile(rule.tile, rows, pool.paged(entries.pool))
         if (chosen := entries.chosen) is not None:
             checks.shape("chosen.order", chosen.order, (batch, size, rows))
             checks.shape("chosen.low", chosen.low, (batch, size))

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 
 from hetero_kv.attention import pool
-from hetero_kv.attention.pool import Paged
 from hetero_kv.kernels import checks, dispatch
 from hetero_kv.kernels.decode_attention import reference
 from hetero_kv.kernels.decode_attention.operands import Entries, Operands, Window
@@ -50,8 +49,8 @@ def decode_attention(
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
-        NotImplementedError: the named implementation cannot take them. Quantised pools are among
-            this: every implementation takes float32 and bfloat16 rows.
+        NotImplementedError: the named implementation cannot take them. Packed rows are among
+            this: the reference reads them, kernels take float32 and bfloat16.
     """
     operands = checks.as_jax(Operands(q, sinks, layer, window, entries))
     _validate(operands, tile)
@@ -67,7 +66,9 @@ def _backends(scale: float, tile: int, tiles: Any) -> dict[str, dispatch.Backend
     gpu = functools.partial(pallas_gpu.run, scale=scale, tiles=tiles)
     check = functools.partial(pallas_tpu.check, tiles=tiles)
     return {
-        "reference": dispatch.Backend(functools.partial(reference.run, scale=scale, tile=tile)),
+        "reference": dispatch.Backend(
+            functools.partial(reference.run, scale=scale, tile=tile), packed=True
+        ),
         "pallas_tpu": dispatch.Backend(tpu, check),
         "pallas_gpu": dispatch.Backend(gpu, functools.partial(pallas_gpu.check, tiles=tiles)),
         "interpret": dispatch.Backend(functools.partial(tpu, interpret=interpret.tpu()), check),
@@ -85,14 +86,14 @@ def _validate(operands: Operands, tile: int) -> None:
     if window is None and entries is None:
         raise ValueError("there is neither a window nor entries to attend to")
     if window is not None:
-        checks.shape("window.rows", window.rows, (None, batch, None, width))
+        rows = checks.ring("window.rows", window.rows, batch, width)
         checks.shape("window.position", window.position, (batch,), integer=True)
         checks.shape("window.stop", window.stop, (batch,), integer=True)
-        checks.floating("window.rows", window.rows)
+        checks.floating("window.rows", rows)
     if entries is not None:
         checks.floating("entries.pool", checks.pool("entries.pool", entries.pool, batch, width))
         checks.shape("entries.visible", entries.visible, (batch,), integer=True)
         if entries.picked is not None:
             checks.shape("entries.picked", entries.picked, (batch, None), integer=True)
         else:
-            checks.tile(tile, pool.rows(entries.pool), isinstance(entries.pool, Paged))
+            checks.tile(tile, pool.rows(entries.pool), pool.paged(entries.pool))

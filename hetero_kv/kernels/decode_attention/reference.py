@@ -31,7 +31,7 @@ def run(operands: Operands, *, scale: float, tile: int) -> jax.Array:
 
 def _window(window: Window, layer: int | jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows [R, W, c] of the ring, and which are seen: [R, W]."""
-    held = ring.held_positions(window.rows.shape[2], window.position + 1)
+    held = ring.held_positions(ring.size(window.rows), window.position + 1)
     live = (held >= 0) & (held < window.stop[:, None])
     return attend.clean(ring.read(window.rows, layer), live), live
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from hetero_kv.attention import pool
-from hetero_kv.attention.pool import Paged, Pool
+from hetero_kv.attention.pool import Pool
 from hetero_kv.kernels import checks, dispatch
 from hetero_kv.kernels.indexer import reference
 from hetero_kv.kernels.indexer.operands import Operands
@@ -49,8 +49,8 @@ def select(
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
-        NotImplementedError: the named implementation cannot take them. Quantised pools are among
-            this: every implementation takes float32 and bfloat16 rows.
+        NotImplementedError: the named implementation cannot take them. Packed rows are among
+            this: the reference reads them, kernels take float32 and bfloat16.
     """
     operands = checks.as_jax(Operands(q, weights, layer, keys, visible))
     _validate(operands, k, tile)
@@ -65,7 +65,9 @@ def _backends(k: int, tile: int, tiles: Any) -> dict[str, dispatch.Backend]:
     gpu = functools.partial(pallas_gpu.run, k=k, tiles=tiles)
     check = functools.partial(pallas_tpu.check, tiles=tiles)
     return {
-        "reference": dispatch.Backend(functools.partial(reference.run, k=k, tile=tile)),
+        "reference": dispatch.Backend(
+            functools.partial(reference.run, k=k, tile=tile), packed=True
+        ),
         "pallas_tpu": dispatch.Backend(tpu, check),
         "pallas_gpu": dispatch.Backend(gpu, functools.partial(pallas_gpu.check, tiles=tiles)),
         "interpret": dispatch.Backend(functools.partial(tpu, interpret=interpret.tpu()), check),
@@ -79,7 +81,7 @@ def _validate(operands: Operands, k: int, tile: int) -> None:
     checks.shape("weights", operands.weights, (batch, heads))
     checks.shape("visible", operands.visible, (batch,), integer=True)
     rows = checks.pool("keys", operands.keys, batch, dim)
-    checks.tile(tile, pool.rows(operands.keys), isinstance(operands.keys, Paged))
+    checks.tile(tile, pool.rows(operands.keys), pool.paged(operands.keys))
     for name, array in (("q", operands.q), ("weights", operands.weights), ("keys", rows)):
         checks.floating(name, array)
     if operands.weights.dtype != jnp.float32:
