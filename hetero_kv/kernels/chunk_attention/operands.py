@@ -6,6 +6,8 @@ from typing import NamedTuple
 import jax
 
 from hetero_kv.attention.pool import Pool
+from hetero_kv.kernels import checks
+from hetero_kv.packing import Packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +20,10 @@ class Rule:
     scale: float
     ratio: int = 0
     tile: int = 64
+
+    def __post_init__(self):
+        checks.count("rule.ratio", self.ratio, 0)
+        checks.count("rule.tile", self.tile)
 
 
 class Window(NamedTuple):
@@ -43,7 +49,7 @@ class Chosen(NamedTuple):
 class Entries(NamedTuple):
     """Compressed entries, those that close within the call among them."""
 
-    pool: Pool  # [L, R, N, c], or pages [L, P, e, c] with block tables
+    pool: Pool | Packed  # [L, R, N, c], or pages [L, P, e, c] with block tables; or bytes of these
     chosen: Chosen | None  # None: every visible entry
 
 

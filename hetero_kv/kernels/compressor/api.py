@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from hetero_kv.attention.pool import Pool
-from hetero_kv.kernels import dispatch, interpret
+from hetero_kv.kernels import checks, dispatch, interpret
 from hetero_kv.kernels.compressor import plan, reference
 from hetero_kv.kernels.compressor.reference import Pooling
 from hetero_kv.kernels.dispatch import Backend, Implementation
@@ -50,7 +50,7 @@ def store(
         ValueError: shapes or dtypes that do not fit together.
         NotImplementedError: the named implementation cannot take these.
     """
-    _check(how, pool, norm, tail, raw, start, count)
+    _check(how, pool, layer, norm, tail, raw, start, count)
     arrays = (pool, jnp.asarray(layer, jnp.int32), norm, tail, raw, start, count)
     return dispatch.call("compressor store", _backends(how), implementation, *arrays)
 
@@ -74,9 +74,10 @@ def _backends(how: Pooling) -> dict[str, Backend]:
     }
 
 
-def _check(how, pool, norm, tail, raw, start, count) -> None:
+def _check(how, pool, layer, norm, tail, raw, start, count) -> None:
     pages = plan.pages(pool)
     rows = tail.shape[1]
+    checks.layer(layer)
     if pages.ndim != 4 or pages.shape[-1] != how.width or pages.dtype != jnp.dtype(how.dtype):
         raise ValueError(
             f"the pool must be {how.dtype}[L, P, e, {how.width}], got {pages.dtype}"

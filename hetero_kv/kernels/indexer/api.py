@@ -6,17 +6,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hetero_kv.attention import pool
-from hetero_kv.attention.pool import Paged, Pool
-from hetero_kv.kernels import checks, dispatch
+from hetero_kv.attention.pool import Pool
+from hetero_kv.kernels import checks, dispatch, unpack_tpu
 from hetero_kv.kernels.indexer import reference
 from hetero_kv.kernels.indexer.operands import Operands
+from hetero_kv.packing import Packed
 
 
 def select(
     q: jax.Array,
     weights: jax.Array,
-    keys: Pool,
+    keys: Pool | Packed,
     *,
     layer: int | jax.Array,
     visible: jax.Array,
@@ -35,7 +35,8 @@ def select(
     Args:
         q: [R, heads, dim] float32 or bfloat16, rotated.
         weights: f32[R, heads], scaled; may be negative.
-        keys: the pool of index keys; those that are not visible may hold anything.
+        keys: the pool of index keys; those that are not visible may hold anything. Quantised ones
+            are read as they are stored, and unpacked on the chip.
         layer: i32[], which of the L stacked layers.
         visible: i32[R], entries that each query sees, the first ones of its sequence.
         k: entries to pick.
@@ -49,8 +50,7 @@ def select(
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
-        NotImplementedError: the named implementation cannot take them. Quantised pools are among
-            this: every implementation takes float32 and bfloat16 rows.
+        NotImplementedError: the named implementation cannot take them: on a GPU, quantised keys.
     """
     operands = checks.as_jax(Operands(q, weights, layer, keys, visible))
     _validate(operands, k, tile)
@@ -66,10 +66,14 @@ def _backends(k: int, tile: int, tiles: Any) -> dict[str, dispatch.Backend]:
     check = functools.partial(pallas_tpu.check, tiles=tiles)
     return {
         "reference": dispatch.Backend(functools.partial(reference.run, k=k, tile=tile)),
-        "pallas_tpu": dispatch.Backend(tpu, check),
+        "pallas_tpu": dispatch.Backend(tpu, check, _row_major),
         "pallas_gpu": dispatch.Backend(gpu, functools.partial(pallas_gpu.check, tiles=tiles)),
         "interpret": dispatch.Backend(functools.partial(tpu, interpret=interpret.tpu()), check),
     }
+
+
+def _row_major(operands: Operands) -> None:
+    unpack_tpu.row_major("indexer", operands.keys)
 
 
 def _validate(operands: Operands, k: int, tile: int) -> None:
@@ -78,11 +82,10 @@ def _validate(operands: Operands, k: int, tile: int) -> None:
     batch, heads, dim = operands.q.shape
     checks.shape("weights", operands.weights, (batch, heads))
     checks.shape("visible", operands.visible, (batch,), integer=True)
-    rows = checks.pool("keys", operands.keys, batch, dim)
-    checks.tile(tile, pool.rows(operands.keys), isinstance(operands.keys, Paged))
-    for name, array in (("q", operands.q), ("weights", operands.weights), ("keys", rows)):
-        checks.floating(name, array)
+    checks.pool("keys", operands.keys, batch, dim)
+    checks.tile(tile, operands.keys)
+    checks.floating("q", operands.q)
     if operands.weights.dtype != jnp.float32:
         raise ValueError(f"weights must be float32, got {operands.weights.dtype}")
-    if k < 1:
-        raise ValueError(f"{k=} must be at least 1")
+    checks.count("k", k)
+    checks.layer(operands.layer)
