@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 
 import jax
 
@@ -10,50 +9,11 @@ from hetero_kv import state
 from hetero_kv.attention.grouped_heads import GroupedHeads
 from hetero_kv.attention.latent_heads import LatentHeads
 from hetero_kv.attention.mla import Mla
-from hetero_kv.contract import CacheSpec, History, Leaf, Window
+from hetero_kv.contract import CacheSpec, History, Window
 from hetero_kv.params import ParamSpec, ParamTree
 from models.decoder import Decoder
 from models.layers import Layer
 from models.mlp import MoE
-
-Packing = Mapping[str, int]  # bytes of a stored row, by component
-
-# Rows as serving kernels store them: 448 FP8 values, 64 BF16 rope values and 8 bytes of scales; an
-# index key of 128 FP4 values and 4 bytes of scales. V3.2: 512 FP8, 64 BF16 and 4 float32 scales; an
-# index key of 128 FP8 values and a float32 scale.
-V4_PACKED: Packing = {
-    "windows": 584, "csa entries": 584, "hca entries": 584, "csa index keys": 68,
-}  # fmt: skip
-V32_PACKED: Packing = {"mla latent": 656, "mla index keys": 132}
-
-
-def packed(spec: CacheSpec, packing: Packing) -> CacheSpec:
-    """The same cache with History and Window rows of so many bytes.
-
-    Raises:
-        ValueError: a component's row size is not in `packing`.
-    """
-
-    def change(leaf: Leaf) -> Leaf:
-        if not isinstance(leaf.contract, History | Window):
-            return leaf
-        if leaf.component not in packing:
-            raise ValueError(f"no row size for {leaf.component!r}; there are: {sorted(packing)}")
-        return dataclasses.replace(leaf, width=(packing[leaf.component],), dtype="uint8")
-
-    segments = tuple(
-        dataclasses.replace(
-            segment,
-            layers=tuple(
-                dataclasses.replace(
-                    x, leaves=tuple((name, change(leaf)) for name, leaf in x.leaves)
-                )
-                for x in segment.layers
-            ),
-        )
-        for segment in spec.segments
-    )
-    return dataclasses.replace(spec, segments=segments)
 
 
 def cache_bytes(spec: CacheSpec, length: int) -> dict[str, int]:
@@ -147,7 +107,8 @@ def _rows(mechanism: object, length: int) -> tuple[float, float]:
         if isinstance(contract, Window):
             attention += each * min(length, contract.width)
         elif isinstance(contract, History) and name == "index_keys":
-            index += 2 * indexer.heads * math.prod(leaf.width) * contract.count(length)
+            width = leaf.packing.width if leaf.packing else math.prod(leaf.width)
+            index += 2 * indexer.heads * width * contract.count(length)
         elif isinstance(contract, History):
             rows = contract.count(length)
             attention += each * (min(rows, indexer.topk) if indexer else rows)

@@ -22,7 +22,7 @@ def exhibit(results: Mapping) -> Exhibit:
     return Exhibit(
         "Counted tables",
         "Bytes are those of cache pytrees (`state.abstract`) of the models' own configurations; "
-        "packed rows have the sizes of serving kernels and are a pytree as well. Raw rows of "
+        "packed rows (`cache_layouts`) have the sizes of serving kernels. Raw rows of "
         "compressors (tails) and position counters, which published sizes leave out, are included.",
         _claims(results),
         [_sizes(results), _operations(results), _mixes(results), _allocator(results),

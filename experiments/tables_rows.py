@@ -9,14 +9,9 @@ from hetero_kv.contract import CacheSpec
 from models import geometries
 from models.config import DecoderConfig
 
-PACKINGS = {
-    "v4_pro": counting.V4_PACKED,
-    "v4_flash": counting.V4_PACKED,
-    "v3_2": counting.V32_PACKED,
-}
 # V4's index keys are FP4, V3.2's are FP8.
 CONVENTIONS = {
-    "plain": dict.fromkeys(PACKINGS, counting.PLAIN),
+    "plain": dict.fromkeys(geometries.DEPLOYED, counting.PLAIN),
     "fp4_half": {
         "v4_pro": counting.HALF_INDEXER,
         "v4_flash": counting.HALF_INDEXER,
@@ -71,8 +66,8 @@ def kv_sizes(config: TablesConfig) -> dict:
         row = {"bf16": counting.cache_bytes(spec, config.context)}
         row["bf16_total"] = sum(row["bf16"].values())
         row["bf16_per_token"] = spec.history_bytes_per_token()
-        if name in PACKINGS:
-            small = counting.packed(spec, PACKINGS[name])
+        if name in geometries.DEPLOYED:
+            small = spec_of(geometries.deployed(name))
             row["packed"] = counting.cache_bytes(small, config.context)
             row["packed_total"] = sum(row["packed"].values())
             row["packed_per_token"] = small.history_bytes_per_token()
@@ -84,7 +79,7 @@ def kv_sizes(config: TablesConfig) -> dict:
 
 def operations(config: TablesConfig) -> dict:
     """A3: operations of a decode step, by convention, model and part."""
-    made = {name: models.build(geometries.RELEASED[name]()) for name in PACKINGS}
+    made = {name: models.build(geometries.RELEASED[name]()) for name in geometries.DEPLOYED}
     return {
         key: {
             name: counting.decode_flops(model, config.context, of[name])
@@ -128,7 +123,7 @@ def allocator(config: TablesConfig) -> dict:
     rng = np.random.default_rng(config.seed)
     draws = rng.lognormal(np.log(config.median), config.sigma, config.requests)
     lengths = [int(x) for x in np.clip(draws, config.shortest, config.longest)]
-    flash = counting.packed(spec_of(geometries.v4_flash()), counting.V4_PACKED)
+    flash = spec_of(geometries.deployed("v4_flash"))
     specs = {
         "all full": spec_of(interleaved(0, config.ratio_layers, 1)),
         "5:1, W = 1,024": spec_of(interleaved(5, config.ratio_layers, 1_024)),

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hetero_kv.packing import POISON, Packing
+
 Tokens = NewType("Tokens", int)
 Entries = NewType("Entries", int)
 Blocks = NewType("Blocks", int)
@@ -108,7 +110,8 @@ Contract = History | Window | Point | Derived | Evidence | Scratch
 class Leaf:
     """One cached array of one layer and one sequence: `[rows, *width]`, or `width` if rows = 0.
 
-    For a History leaf `rows` is 0 here and follows from the capacity of the cache.
+    For a History leaf `rows` is 0 here and follows from the capacity of the cache. packing: None,
+    or how float rows are stored as bytes; width and dtype are then those bytes (see `of_rows`).
     """
 
     contract: Contract
@@ -118,6 +121,7 @@ class Leaf:
     dtype: str = "float32"
     align: int = 1  # bytes; a row's stride in a page is padded to a multiple of it
     tile: int = 1  # History rows come in multiples of it, so that tiles never leave the pool
+    packing: Packing | None = None
 
     def __post_init__(self):
         if not isinstance(self.contract, Contract):
@@ -136,6 +140,37 @@ class Leaf:
             need = self.contract.group + self.contract.keep
             if self.rows < need:
                 raise ValueError(f"{self.component!r}: {self.rows=} < group + keep = {need}")
+        if self.packing is not None:
+            if not isinstance(self.contract, History | Window):
+                raise ValueError(
+                    f"{self.component!r}: only rows of History and Window leaves can be packed, "
+                    f"not of {type(self.contract).__name__}"
+                )
+            if (self.width, self.dtype) != ((self.packing.bytes,), "uint8"):
+                raise ValueError(
+                    f"{self.component!r}: packed rows are uint8[{self.packing.bytes}], not "
+                    f"{self.dtype}{list(self.width)}"
+                )
+
+    @classmethod
+    def of_rows(cls, width: int, dtype: str, packing: Packing | None = None, **fields) -> "Leaf":
+        """A leaf of float rows of `width` values, as they are or as `packing` stores them."""
+        if packing is None:
+            return cls(width=(width,), dtype=dtype, **fields)
+        if (packing.width, packing.dtype) != (width, dtype):
+            raise ValueError(f"{packing} does not store {dtype}[{width}]")
+        return cls(width=(packing.bytes,), dtype="uint8", packing=packing, **fields)
+
+    @property
+    def poison(self) -> float | None:
+        """What rows are filled with to read as NaN (rule 6); None: nothing reads so."""
+        if self.packing is not None:
+            return POISON
+        return math.nan if jnp.issubdtype(jnp.dtype(self.dtype), jnp.floating) else None
+
+    def numbers(self, rows: jax.Array) -> jax.Array:
+        """Stored rows [..., *width] as numbers: the rows themselves, or what they are read as."""
+        return rows if self.packing is None else self.packing.unpack(rows)
 
     @property
     def is_ring(self) -> bool:

@@ -27,7 +27,7 @@ def differ(
     """
     found = []
     for slot in slots:
-        error = _error(one.leaf(slot)[:, 0], two.leaf(slot)[:, 0])  # [repeats, rows, *width]
+        error = _error(slot, one.leaf(slot)[:, 0], two.leaf(slot)[:, 0])  # [repeats, rows, *width]
         about = validate.owner(spec, slot).leaf
         if slot.leaf.row_count(one.capacity):
             live = about.live_rows(one.length[0], one.capacity)
@@ -43,8 +43,16 @@ def differ(
     return found
 
 
-def _error(a: jax.Array, b: jax.Array) -> jax.Array:
+def _error(slot: LeafSlot, a: jax.Array, b: jax.Array) -> jax.Array:
     """f32, 0 only where the bits are equal; inf where one is not a number."""
+    if slot.leaf.packing is None:
+        return _of_numbers(a, b)
+    # Of rows as they are read; that of a row whose bytes alone differ is the least there is.
+    least = jnp.where(jnp.any(a != b, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny, 0.0)
+    return jnp.maximum(_of_numbers(slot.leaf.numbers(a), slot.leaf.numbers(b)), least)
+
+
+def _of_numbers(a: jax.Array, b: jax.Array) -> jax.Array:
     if not jnp.issubdtype(a.dtype, jnp.floating):
         return jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)) + (a != b)
     bits = jnp.dtype(f"uint{8 * a.dtype.itemsize}")

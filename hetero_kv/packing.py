@@ -150,6 +150,17 @@ class Packing:
         """Bytes of a row."""
         return sum(self.sections.values())
 
+    def sign(self, value: int) -> tuple[int, int]:
+        """Byte of a row, and bit in it, with the sign of one of its values."""
+        if not 0 <= value < self.width:
+            raise ValueError(f"a row has values 0 .. {self.width - 1}, got {value}")
+        if value < self.coded:
+            last = (value + 1) * KINDS[self.kind].code.bits - 1
+            return last // 8, last % 8
+        sizes = self.sections
+        before = list(sizes).index("rope")
+        return sum(list(sizes.values())[:before]) + 2 * (value - self.coded) + 1, 7
+
     def pack(self, rows: jax.Array) -> jax.Array:
         """Float rows [..., width] to u8[..., bytes]."""
         if rows.shape[-1:] != (self.width,):

@@ -34,8 +34,7 @@ def take_leaves(spec: CacheSpec, cache: Cache, length: int, row: int = 0) -> dic
         entries = cache.pages.paging.page(slot.leaf.component).entries
         index = jnp.arange(count)
         ids = pages.safe(pages.table)[row, index // entries]
-        fill = np.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else 0
-        values = leaf.at[:, ids, index % entries].get(mode="fill", fill_value=fill)
+        values = leaf.at[:, ids, index % entries].get(mode="fill", fill_value=slot.leaf.poison or 0)
         found[slot.path] = np.array(values)
     return found
 

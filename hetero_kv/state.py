@@ -99,13 +99,14 @@ def abstract(spec: CacheSpec, batch: int, capacity: int) -> Cache:
 
 
 def init(spec: CacheSpec, batch: int, capacity: int, poison: bool = False) -> Cache:
-    """An empty cache. With `poison` every float row is NaN until it is written (rule 6)."""
+    """An empty cache. With `poison` every row of floats, packed or not, is NaN until it is written
+    (rule 6)."""
 
     def make(shape: tuple[int, ...], leaf: Leaf) -> jax.Array:
-        dtype = jnp.dtype(leaf.dtype)
-        if poison and jnp.issubdtype(dtype, jnp.floating) and not _starts_live(leaf):
-            return jnp.full(shape, jnp.nan, dtype)
-        return jnp.full(shape, _fill(leaf), dtype)
+        fill = _fill(leaf)
+        if poison and leaf.poison is not None and not _starts_live(leaf):
+            fill = leaf.poison
+        return jnp.full(shape, fill, jnp.dtype(leaf.dtype))
 
     return _build(spec, batch, capacity, make)
 

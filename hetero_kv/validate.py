@@ -91,7 +91,7 @@ def evidence(
             bits[name] |= _disagrees(spec, slot, cache, length)
         elif cache.pages is not None and isinstance(slot.leaf.contract, History):
             continue
-        elif finite and jnp.issubdtype(jnp.dtype(slot.leaf.dtype), jnp.floating):
+        elif finite and slot.leaf.poison is not None:
             bits[name] |= _not_finite(slot, cache, length)
     table = jnp.stack([bits[name] for name in names], axis=-1)
     if rows is not None:
@@ -139,5 +139,5 @@ def _not_finite(slot: LeafSlot, cache: Cache, length: jax.Array) -> jax.Array:
     has_rows = slot.leaf.row_count(cache.capacity) > 0
     width = value.ndim - (3 if has_rows else 2)
     live = live.reshape((1, *live.shape[: 2 if has_rows else 1], *[1] * width))
-    bad = ~jnp.isfinite(value) & live
+    bad = ~jnp.isfinite(slot.leaf.numbers(value)) & live
     return bit(jnp.any(bad, axis=(0, *range(2, value.ndim))), NONFINITE)

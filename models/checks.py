@@ -1,8 +1,11 @@
 """What a config and its inputs must look like; every error names the value and the remedy."""
 
+from collections.abc import Mapping, Sequence
+
 import jax
 import numpy as np
 
+from hetero_kv.contract import History, LayerSpec, Window
 from hetero_kv.kernels.dispatch import IMPLEMENTATIONS
 from models.config import DecoderConfig
 
@@ -33,6 +36,8 @@ def check_config(config: DecoderConfig) -> None:
     for name in ("param_dtype", "dtype", "cache_dtype"):
         if getattr(config, name) not in DTYPES:
             raise ValueError(f"{name}={getattr(config, name)!r}: use one of {DTYPES}")
+    if not isinstance(config.cache_layouts, Mapping):
+        raise ValueError(f"cache_layouts={config.cache_layouts!r} maps names of leaves to layouts")
     for name in ("norm_eps", "hc_eps", "rope_theta", "compress_rope_theta"):
         if not getattr(config, name) > 0:
             raise ValueError(f"{name}={getattr(config, name)!r} must be > 0")
@@ -47,6 +52,32 @@ def check_config(config: DecoderConfig) -> None:
         raise ValueError("normed_residual has no place beside hc_streams; set one of them to 0")
     if config.yarn_factor < 0:
         raise ValueError(f"yarn_factor={config.yarn_factor} must be >= 0 (0: no YaRN)")
+
+
+def check_layouts(kind: str, layouts: Mapping[str, str | None], spec: LayerSpec) -> None:
+    """Raises ValueError where a layer type does not store a leaf as `cache_layouts` says."""
+    for name, leaf in spec.leaves:
+        if layouts.get(name) is None or leaf.packing is not None:
+            continue
+        rows = isinstance(leaf.contract, History | Window)
+        why = "its mechanism knows no row layouts" if rows else "only rows that age can be packed"
+        raise ValueError(
+            f"layer type {kind!r}: cache_layouts[{name!r}]={layouts[name]!r}, but {why}; leave "
+            f"{name!r} out, for this type in attention[{kind!r}]['cache_layouts']"
+        )
+
+
+def check_names(layouts: Mapping[str, str | None], layers: Sequence[LayerSpec]) -> None:
+    """Raises ValueError for names in `cache_layouts` that no layer packs."""
+    leaves = [pair for layer in layers for pair in layer.leaves]
+    packed = {name for name, leaf in leaves if leaf.packing is not None}
+    for name, kind in layouts.items():
+        if kind is not None and name not in packed:
+            rows = dict.fromkeys(x for x, y in leaves if isinstance(y.contract, History | Window))
+            raise ValueError(
+                f"cache_layouts[{name!r}]={kind!r}: no layer stores a leaf of that name so; those "
+                f"of this model that can be packed are {', '.join(rows) or 'none'}"
+            )
 
 
 def check_tokens(tokens: jax.Array | np.ndarray, shape: tuple[int | None, ...], vocab: int) -> None:

@@ -83,6 +83,10 @@ class DecoderConfig:
     param_dtype: str = "float32"
     dtype: str = "float32"  # activations
     cache_dtype: str = "float32"  # windows, entries, index keys; raw compressor rows are float32
+    # By leaf ("entries", "index_keys", "window", "kv", "latent", …): rows stored as "fp8_rope",
+    # "fp8_f32", "fp4" or "int8" (`hetero_kv.packing`) and read in cache_dtype. Attention sees what
+    # is read, in training too. Leaves that are not named are stored as they are.
+    cache_layouts: dict[str, str | None] = dataclasses.field(default_factory=dict)
     # Implementation of the decode step's ops: "auto" takes kernels on TPU only (README, Kernels).
     # Training runs a kernel only where one is named; prefill is as "auto" always.
     kernels: str = "auto"  # or "reference", "pallas_tpu", "pallas_gpu", "interpret"

@@ -19,7 +19,7 @@ from hetero_kv.params import Params, ParamTree
 from hetero_kv.state import Cache
 from hetero_kv.validate import Verdict
 from models import checked, pieces, schedule, speculative
-from models.checks import check_config, check_tokens
+from models.checks import check_config, check_names, check_tokens
 from models.config import DecoderConfig
 from models.layers import layer
 from models.sampling import Sampler
@@ -61,6 +61,7 @@ class Decoder:
             softcap=config.final_softcap,
         )
         segments = self.stack.cache_segments()
+        check_names(config.cache_layouts, [x for part in segments for x in part.layers])
         lcm = strides_lcm(segments)
         block = config.block or lcm * math.ceil(16 / lcm)
         self.cache_spec = CacheSpec(segments, chunk=config.chunk, block=block)

@@ -133,6 +133,22 @@ def gpt_oss_120b() -> DecoderConfig:
     return gpt_oss.parse(fields).replace(**GRID)
 
 
+# Cached rows as serving kernels store them. V4: 448 + 128 + 8 bytes for a row of 448 + 64 channels,
+# 64 + 4 for an index key of 128. V3.2's latents take 512 + 16 + 128, its index keys 128 + 4.
+V4_LAYOUTS: Mapping[str, str] = {"window": "fp8_rope", "entries": "fp8_rope", "index_keys": "fp4"}
+V32_LAYOUTS: Mapping[str, str] = {"latent": "fp8_f32", "index_keys": "fp8_f32"}
+DEPLOYED: Mapping[str, Mapping[str, str]] = {
+    "v4_flash": V4_LAYOUTS,
+    "v4_pro": V4_LAYOUTS,
+    "v3_2": V32_LAYOUTS,
+}
+
+
+def deployed(name: str) -> DecoderConfig:
+    """A model of DEPLOYED with its cache as it is served: packed rows."""
+    return RELEASED[name]().replace(cache_layouts=dict(DEPLOYED[name]))
+
+
 RELEASED: Mapping[str, Callable[[], DecoderConfig]] = {
     made.__name__: made for made in (v4_flash, v4_pro, v3_2, gemma3_27b, gpt_oss_120b)
 }

@@ -13,6 +13,7 @@ from hetero_kv.attention.call import Call, Mechanism, Train, View
 from hetero_kv.attention.fields import Fields
 from hetero_kv.attention.norm import rms_norm
 from hetero_kv.params import Params, ParamSpec, ParamTree
+from models.checks import check_layouts
 from models.config import DecoderConfig
 from models.hyper import Hyper
 from models.mlp import Dense, MoE
@@ -62,6 +63,7 @@ def attention(config: DecoderConfig, kind: str) -> Mechanism:
     made = build(fields)
     if fields.unused:
         raise ValueError(f"attention[{kind!r}] has fields that nothing reads: {fields.unused}")
+    check_layouts(kind, fields.get("cache_layouts") or {}, made.spec())
     return made
 
 

@@ -70,7 +70,7 @@ class Compressed:
         """See `Mechanism.forward`. Auxiliaries with `train.aux`: see `indexer.teach`."""
         turn = call.tables[self.rope]
         heads = self.heads.project(params, x, turn)
-        entries = self.compressor.forward(params["compressor"], x)
+        entries = self.entries.settled(self.compressor.forward(params["compressor"], x))
         index = jnp.arange(entries.shape[1], dtype=jnp.int32)
         mask = index < self.entries.visible(call.positions)[..., None]
         scores = chosen = None
@@ -82,7 +82,7 @@ class Compressed:
         if self.heads.trains_with_kernels and not train.aux:
             out = sequence_attention(
                 heads.q,
-                kv=heads.kv if self.window else None,
+                kv=self.window.settled(heads.kv) if self.window else None,
                 entries=entries if index.size else None,
                 chosen=chosen,
                 sinks=params.get("sinks"),
@@ -107,6 +107,7 @@ class Compressed:
         x, latent = jax.lax.stop_gradient((x, heads.latent))
         q, weights = self.indexer.queries(params, x, latent, call.tables[self.rope])
         keys = self.indexer.compressor.forward(params["compressor"], x)
+        keys = self.index_keys.settled(keys)
         return self.indexer.scores(q, weights, keys)
 
     def prefill(

@@ -18,12 +18,19 @@ def build(fields: Fields) -> Compressed:
     `indexer`, or with `index_topk` < 0, every visible entry is attended and there is no indexer.
     """
     rope = fields.rope_of(fields.compress_rope_theta, fields.yarn)
-    heads, window = LatentHeads.of(fields, rope), WindowBranch.of(fields)
+    heads, window = LatentHeads.of(fields, rope), WindowBranch.of(fields, rope.dim)
     kind, ratio, topk = fields.kind, fields.csa_ratio, fields.index_topk
     compressor = Compressor(
         heads.d_model, heads.dim, ratio, fields.csa_overlap, rope, heads.eps, heads.cache_dtype
     )
-    entries = EntryPool("entries", f"{kind} entries", ratio, heads.dim, heads.cache_dtype)
+    entries = EntryPool(
+        "entries",
+        f"{kind} entries",
+        ratio,
+        heads.dim,
+        heads.cache_dtype,
+        packing=fields.packing("entries", heads.dim, rope.dim),
+    )
     if topk < 0 or not fields.indexer:
         return Compressed(kind, heads, window, compressor, entries)
     index_heads, index_dim = fields.index_heads, fields.index_dim
@@ -34,5 +41,12 @@ def build(fields: Fields) -> Compressed:
         )
     keys = dataclasses.replace(compressor, width=index_dim)
     indexer = Indexer(heads.d_model, heads.d_query, index_heads, index_dim, topk, keys)
-    pool = EntryPool("index_keys", f"{kind} index keys", ratio, index_dim, heads.cache_dtype)
+    pool = EntryPool(
+        "index_keys",
+        f"{kind} index keys",
+        ratio,
+        index_dim,
+        heads.cache_dtype,
+        packing=fields.packing("index_keys", index_dim),
+    )
     return Compressed(kind, heads, window, compressor, entries, indexer, pool)

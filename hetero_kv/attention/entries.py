@@ -16,13 +16,17 @@ from hetero_kv.kernels.chunk_attention import operands as chunk
 from hetero_kv.kernels.chunk_attention import reference
 from hetero_kv.kernels.compressor.api import store
 from hetero_kv.kernels.compressor.reference import Pooling
+from hetero_kv.packing import Packing
 
 TILE = 64  # entries attended at a time: fixed, so that results do not depend on pool capacity
 
 
 @dataclasses.dataclass(frozen=True)
 class EntryPool:
-    """name: of the leaf; ratio: tokens per entry; width: channels of an entry; form: what it is."""
+    """name: of the leaf; ratio: tokens per entry; width: channels of an entry; form: what it is.
+
+    packing: how entries are stored; None: as they are, in `dtype`.
+    """
 
     name: str
     component: str
@@ -32,6 +36,7 @@ class EntryPool:
     tile: int = TILE
     form: attend.Form = attend.LATENT
     span: int = 0  # tokens that an entry covers; 0: `ratio`
+    packing: Packing | None = None
 
     @property
     def contract(self) -> History:
@@ -42,15 +47,20 @@ class EntryPool:
         """The entries, and a counter bumped where they are written."""
         counter = Evidence(of=self.name, kind="count")
         return {
-            self.name: Leaf(
+            self.name: Leaf.of_rows(
+                self.width,
+                self.dtype,
+                self.packing,
                 contract=self.contract,
                 component=self.component,
-                width=(self.width,),
-                dtype=self.dtype,
                 tile=self.tile,
             ),
             f"{self.name}_count": Leaf(contract=counter, component=self.component, dtype="int32"),
         }
+
+    def settled(self, entries: jax.Array) -> jax.Array:
+        """Entries [..., width] as they are read once they are stored."""
+        return entries if self.packing is None else self.packing.settled(entries)
 
     def append(
         self, view: View, call: Call, start: jax.Array, entries: jax.Array, count: jax.Array

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hetero_kv.attention.rope import Rope, Yarn
+from hetero_kv.packing import KINDS, Packing
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -44,6 +45,27 @@ class Fields:
         if own.get("yarn"):
             own["yarn"] = Yarn(**own["yarn"])
         return Rope(**({"dim": self.rope_dim, "theta": theta, "yarn": yarn} | own))
+
+    def packing(self, leaf: str, width: int, rope: int = 0, group: int = 0) -> Packing | None:
+        """How `cache_layouts` stores the leaf's rows of `width` values; None: as they are.
+
+        rope: rotated channels, the last ones of a row: layouts that may keep bfloat16 values keep
+        these. group: values per scale, where a row is several vectors.
+
+        Raises ValueError, naming the leaf, for a layout that its rows cannot have.
+        """
+        kind = (self.get("cache_layouts") or {}).get(leaf)
+        if kind is None:
+            return None
+        about = f"layer type {self.kind!r}: cache_layouts[{leaf!r}]={kind!r}"
+        usable = [name for name in KINDS if rope or name != "fp8_rope"]
+        if kind not in usable:
+            raise ValueError(f"{about} is no layout of its rows; use one of {', '.join(usable)}")
+        try:
+            rope = rope if KINDS[kind].rope else 0
+            return Packing(kind, width, rope, group, self.cache_dtype)
+        except ValueError as error:
+            raise ValueError(f"{about}: {error}") from None
 
     @property
     def unused(self) -> list[str]:

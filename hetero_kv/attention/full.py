@@ -39,6 +39,7 @@ class Full:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """See `Mechanism.forward`."""
         q, rows = self.heads.project(params, x, call.tables[self.heads.rope])
+        rows = self.cache.settled(rows)
         mask = call.positions[:, None, :] <= call.positions[:, :, None]
         state = self.heads.begin(params, q)
         state = self.heads.form.add(state, q, rows, mask, self.heads.scale)
@@ -65,6 +66,13 @@ def build(fields: Fields) -> Full:
     """From a layer type's fields (see `GroupedHeads.of`)."""
     heads = GroupedHeads.of(fields)
     cache = EntryPool(
-        "kv", f"{fields.kind} kv", 1, heads.width, heads.cache_dtype, 2 * TILE, heads.form
+        "kv",
+        f"{fields.kind} kv",
+        1,
+        heads.width,
+        heads.cache_dtype,
+        2 * TILE,
+        heads.form,
+        packing=fields.packing("kv", heads.width, group=heads.dim),
     )
     return Full(fields.kind, heads, cache)

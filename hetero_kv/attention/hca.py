@@ -18,5 +18,12 @@ def build(fields: Fields) -> Compressed:
     compressor = Compressor(
         heads.d_model, heads.dim, ratio, False, heads.rope, heads.eps, heads.cache_dtype
     )
-    entries = EntryPool("entries", f"{fields.kind} entries", ratio, heads.dim, heads.cache_dtype)
-    return Compressed(fields.kind, heads, WindowBranch.of(fields), compressor, entries)
+    entries = EntryPool(
+        "entries",
+        f"{fields.kind} entries",
+        ratio,
+        heads.dim,
+        heads.cache_dtype,
+        packing=fields.packing("entries", heads.dim, rope.dim),
+    )
+    return Compressed(fields.kind, heads, WindowBranch.of(fields, rope.dim), compressor, entries)

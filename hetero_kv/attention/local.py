@@ -69,5 +69,6 @@ def build(fields: Fields) -> Local:
     heads = GroupedHeads.of(fields)
     if fields.window < 1:
         raise ValueError(f"a {fields.kind!r} layer needs window >= 1, got {fields.window}")
-    window = WindowBranch(fields.window, heads.width, heads.cache_dtype, heads.form)
+    packing = fields.packing("window", heads.width, group=heads.dim)
+    window = WindowBranch(fields.window, heads.width, heads.cache_dtype, heads.form, packing)
     return Local(fields.kind, heads, window)

@@ -163,6 +163,7 @@ class Mla:
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """See `Mechanism.forward`. Auxiliaries with `train.aux`: see `indexer.teach`."""
         q, rows, latent = self._project(params, x, call)
+        rows = self.cache.settled(rows)
         mask = call.positions[:, None, :] <= call.positions[:, :, None]
         scores = None
         if self.indexer:
@@ -170,7 +171,8 @@ class Mla:
             own, frozen = params["indexer"], jax.lax.stop_gradient((x, latent))
             turn = call.tables[self.indexer.rope]
             index_q, weights = self.indexer.queries(own, *frozen, turn)
-            scores = self.indexer.scores(index_q, weights, self.indexer.rows(own, frozen[0], turn))
+            keys = self.indexer.keys.settled(self.indexer.rows(own, frozen[0], turn))
+            scores = self.indexer.scores(index_q, weights, keys)
             if train.select == "topk":
                 mask = self.indexer.mask(scores, mask)
         state = attend.begin(q.shape[:-1], q.shape[-1], None)
@@ -252,7 +254,15 @@ def build(fields: Fields) -> Mla:
             fields.index_dim,
             fields.index_topk,
             dataclasses.replace(rope, halves=True),
-            EntryPool("index_keys", f"{kind} index keys", 1, fields.index_dim, dtype, 2 * TILE),
+            EntryPool(
+                "index_keys",
+                f"{kind} index keys",
+                1,
+                fields.index_dim,
+                dtype,
+                2 * TILE,
+                packing=fields.packing("index_keys", fields.index_dim),
+            ),
         )
     return Mla(
         kind,
@@ -265,7 +275,15 @@ def build(fields: Fields) -> Mla:
         rope,
         fields.get("attn_scale") or (nope_dim + shared) ** -0.5,
         fields.get("latent_eps", EPS),
-        EntryPool("latent", f"{kind} latent", 1, latent + shared, dtype, 2 * TILE),
+        EntryPool(
+            "latent",
+            f"{kind} latent",
+            1,
+            latent + shared,
+            dtype,
+            2 * TILE,
+            packing=fields.packing("latent", latent + shared, shared),
+        ),
         indexer,
         shared,
         fields.get("kernels", "auto"),

@@ -168,6 +168,7 @@ class Nsa:
         at = index[:, None] * contract.stride + jnp.arange(contract.span, dtype=jnp.int32)
         blocks = raw[:, jnp.minimum(at, tokens - 1)]
         rows = self._compress(params, blocks, jnp.broadcast_to(index, (x.shape[0], index.size)))
+        rows = self.entries.settled(rows)
         mask = index < self.entries.visible(call.positions)[..., None]
         form = self.entries.form
         states["compress"] = form.add(self._begin(q), q, rows, mask, self.scale)
@@ -176,7 +177,7 @@ class Nsa:
         picked = self._picked(jax.lax.stop_gradient(shares), call.positions, count)
         within = self._within(picked, jnp.arange(tokens, dtype=jnp.int32), tokens)
         causal = call.positions[:, None, :] <= call.positions[:, :, None]
-        rows = self._rows(params, x, "select", turn)
+        rows = self.tokens.settled(self._rows(params, x, "select", turn))
         mask = within & causal[:, :, None]
         states["select"] = form.add(self._begin(q), q, rows, mask, self.scale)
         rows = self._rows(params, x, "window", turn)
@@ -273,7 +274,26 @@ def build(fields: Fields) -> Nsa:
         fields.rope_of(fields.rope_theta),
         blocks,
         BlockCompressor(blocks, groups, dim, hidden, dtype),
-        EntryPool("entries", f"{kind} blocks", blocks.stride, width, dtype, TILE, form, span),
-        EntryPool("tokens", f"{kind} tokens", 1, width, dtype, 2 * TILE, form),
-        WindowBranch(fields.window, width, dtype, form),
+        EntryPool(
+            "entries",
+            f"{kind} blocks",
+            blocks.stride,
+            width,
+            dtype,
+            TILE,
+            form,
+            span,
+            fields.packing("entries", width, group=dim),
+        ),
+        EntryPool(
+            "tokens",
+            f"{kind} tokens",
+            1,
+            width,
+            dtype,
+            2 * TILE,
+            form,
+            packing=fields.packing("tokens", width, group=dim),
+        ),
+        WindowBranch(fields.window, width, dtype, form, fields.packing("window", width, group=dim)),
     )

@@ -2,13 +2,17 @@
 
 A pool is an array `[L, R, N, w]`, or `Paged`: pages `[L, P, e, w]` that block tables give to rows.
 Both give the same bits: the same tiles in the same order, of which callers mask the same entries.
+Either may be `Packed`: rows are then bytes, which are read as floats and written from floats.
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from hetero_kv.packing import POISON, Packed
 
 
 class Paged(NamedTuple):
@@ -22,14 +26,21 @@ class Paged(NamedTuple):
     write: jax.Array  # i32[R, n], the same where the row may write
 
 
-Pool = jax.Array | Paged
+Pool = jax.Array | Paged | Packed
 
 
 def rows(pool: Pool) -> int:
     """Entries that one row can have."""
+    if isinstance(pool, Packed):
+        return rows(pool.rows)
     if isinstance(pool, Paged):
         return pool.read.shape[1] * pool.pages.shape[2]
     return pool.shape[2]
+
+
+def paged(pool: Pool) -> bool:
+    """Whether rows lie in pages."""
+    return isinstance(pool.rows if isinstance(pool, Packed) else pool, Paged)
 
 
 def append(
@@ -40,6 +51,9 @@ def append(
     Anything beyond the pool, or beyond `count`, or into a page that the row may not write, is
     dropped at the write index (rule 5).
     """
+    if isinstance(pool, Packed):
+        new = append(pool.rows, layer, start, pool.packing.pack(values), count)
+        return dataclasses.replace(pool, rows=new)
     if isinstance(pool, Paged):
         page, place = _targets(pool, start, values.shape[1], count)
         new = pool.pages.at[layer, page, place].set(values.astype(pool.pages.dtype), mode="drop")
@@ -52,6 +66,7 @@ def append(
 
 def landed(pool: Pool, start: jax.Array, size: int, count: jax.Array) -> jax.Array:
     """How many of the i32[R] `count` entries (of `size` at most) `append` really writes."""
+    pool = pool.rows if isinstance(pool, Packed) else pool
     if not isinstance(pool, Paged):
         return count
     page, _ = _targets(pool, start, size, count)
@@ -65,6 +80,8 @@ def bump(counter: jax.Array, layer: int | jax.Array, count: jax.Array) -> jax.Ar
 
 def tile(pool: Pool, layer: int | jax.Array, index: jax.Array, size: int) -> jax.Array:
     """Tile `index` of one layer: [R, size, w]. The pool holds a whole number of tiles."""
+    if isinstance(pool, Packed):
+        return pool.packing.unpack(tile(pool.rows, layer, index, size))
     if isinstance(pool, Paged):
         return _paged_tile(pool, layer, index, size)
     start = (layer, 0, index * size, 0)
@@ -74,6 +91,8 @@ def tile(pool: Pool, layer: int | jax.Array, index: jax.Array, size: int) -> jax
 
 def gather(pool: Pool, layer: int | jax.Array, index: jax.Array) -> jax.Array:
     """Rows i32[R, k] of one layer: [R, k, w]. Indices must be within the pool."""
+    if isinstance(pool, Packed):
+        return pool.packing.unpack(gather(pool.rows, layer, index))
     if isinstance(pool, Paged):
         size = pool.pages.shape[2]
         page = jnp.take_along_axis(pool.read, index // size, axis=1, mode="fill", fill_value=-1)
@@ -120,4 +139,7 @@ def _safe(pool: Paged, ids: jax.Array) -> jax.Array:
 
 
 def _nothing(pool: Paged) -> float:
+    """What is read of a page that is not there."""
+    if pool.pages.dtype == jnp.uint8:
+        return POISON
     return math.nan if jnp.issubdtype(pool.pages.dtype, jnp.floating) else 0

@@ -51,7 +51,7 @@ class Sliding:
         if self.heads.trains_with_kernels:
             out = sequence_attention(
                 q,
-                kv=kv,
+                kv=self.window.settled(kv),
                 sinks=params.get("sinks"),
                 width=self.window.width,
                 rule=Rule(self.heads.scale),
@@ -104,4 +104,4 @@ def build(fields: Fields) -> Sliding:
             f"a {fields.kind!r} layer needs window >= 1; window=0 suits csa and hca only"
         )
     heads = LatentHeads.of(fields, fields.rope_of(fields.rope_theta))
-    return Sliding(fields.kind, heads, WindowBranch.of(fields))
+    return Sliding(fields.kind, heads, WindowBranch.of(fields, heads.rope.dim))

@@ -5,14 +5,17 @@ Leaves are [repeats, rows, *width] (rows: the entries of the prefix for a Histor
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 
+import jax.numpy as jnp
 import numpy as np
 
 from hetero_kv import validate
 from hetero_kv.contract import CacheSpec, Evidence, History, LeafSlot
 from hetero_kv.faults import kinds
 from hetero_kv.faults.kinds import Case
+from hetero_kv.packing import Packing
 from hetero_kv.prefix.transfer import transfer_for
 from hetero_kv.state import Cache
 
@@ -117,6 +120,10 @@ def _value(spec: CacheSpec, kind: str, slot: LeafSlot, of: Material) -> np.ndarr
         less[:, -1:] = 0
         return less
     change = {kinds.DTYPE: _reinterpreted, kinds.BIT: _flipped, kinds.TORN: _torn}[kind]
+    if slot.leaf.packing is not None and kind != kinds.TORN:
+        change = functools.partial(
+            {kinds.DTYPE: _misread, kinds.BIT: _turned}[kind], slot.leaf.packing
+        )
     if not history:
         live = slot.leaf.live_rows(of.target.length) if slot.leaf.rows else None
         return change(right, live)
@@ -150,6 +157,26 @@ def _flipped(value: np.ndarray, live: np.ndarray | None) -> np.ndarray:
         size = np.where(live.reshape(1, -1, *[1] * (size.ndim - 2)), size, -1.0)
     bits = changed.reshape(-1).view(f"u{value.itemsize}")
     bits[int(size.argmax())] ^= bits.dtype.type(1 << (8 * value.itemsize - 1))
+    return changed
+
+
+def _misread(packing: Packing, rows: np.ndarray, live: np.ndarray | None) -> np.ndarray:
+    """As `_reinterpreted`, of the numbers that packed rows are read as."""
+    numbers = _reinterpreted(np.asarray(packing.unpack(rows)), live)
+    return np.asarray(packing.pack(jnp.asarray(numbers)))
+
+
+def _turned(packing: Packing, rows: np.ndarray, live: np.ndarray | None) -> np.ndarray:
+    """As `_flipped`, of packed rows."""
+    changed = np.ascontiguousarray(rows).copy()
+    if not changed.size:
+        return changed
+    size = np.abs(np.asarray(packing.unpack(rows)).astype(np.float32))
+    if live is not None:
+        size = np.where(live.reshape(1, -1, 1), size, -1.0)
+    *row, value = np.unravel_index(int(np.nanargmax(size)), size.shape)
+    byte, bit = packing.sign(int(value))
+    changed[(*row, byte)] ^= np.uint8(1 << bit)
     return changed
 
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from hetero_kv.attention import pool as attention_pool
 from hetero_kv.attention.pool import Paged, Pool
-from hetero_kv.kernels import paging
-from hetero_kv.packing import Packed
+from hetero_kv.attention.ring import Ring
+from hetero_kv.packing import Packed, Packing
 
 TILE = 64  # entries that references read at a time, unless told otherwise
 
@@ -73,27 +73,48 @@ def floating(name: str, array: Any) -> None:
         )
 
 
-def pool(name: str, value: Pool | Packed, batch: int, width: int) -> None:
-    """Raises as `shape` and `floating` do for a pool of rows of `width` channels."""
-    packing, stored = paging.packing(value), paging.stored(value)
-    if packing and packing.width != width:
-        raise ValueError(f"{name} has packed rows of {packing.width} values, not of {width}")
-    size = packing.bytes if packing else width
-    if isinstance(stored, Paged):
-        shape(f"{name}.pages", stored.pages, (None, None, None, size))
-        shape(f"{name}.read", stored.read, (batch, None), integer=True)
-    else:
-        shape(name, stored, (None, batch, None, size))
-    if not packing:
-        floating(name, stored.pages if isinstance(stored, Paged) else stored)
-    elif paging.dtype(value) != jnp.uint8:
-        raise ValueError(f"{name} has packed rows, which are uint8, not {paging.dtype(value)}")
+def pool(name: str, value: Pool, batch: int, width: int) -> Any:
+    """The array of rows of a pool, checked; of packed rows what they are read as."""
+    if isinstance(value, Packed):
+        _width(name, value.packing, width)
+        return as_read(pool(name, value.rows, batch, value.packing.bytes), value.packing)
+    if isinstance(value, Paged):
+        shape(f"{name}.pages", value.pages, (None, None, None, width))
+        shape(f"{name}.read", value.read, (batch, None), integer=True)
+        return value.pages
+    shape(name, value, (None, batch, None, width))
+    return value
 
 
-def tile(size: int, value: Pool | Packed) -> None:
+def ring(name: str, value: Ring, batch: int, width: int) -> Any:
+    """The array of rows of a ring, checked; of packed rows what they are read as."""
+    if not isinstance(value, Packed):
+        shape(name, value, (None, batch, None, width))
+        return value
+    _width(name, value.packing, width)
+    shape(name, value.rows, (None, batch, None, value.packing.bytes))
+    return as_read(value.rows, value.packing)
+
+
+def as_read(rows: Any, packing: Packing) -> Any:
+    """Shape and dtype of what is read of packed rows u8[..., bytes]; `Paged` ones stay in pages."""
+    if isinstance(rows, Paged):
+        return rows._replace(pages=as_read(rows.pages, packing))
+    if rows.dtype != jnp.uint8 or rows.shape[-1] != packing.bytes:
+        raise ValueError(
+            f"{packing.kind} rows are uint8[{packing.bytes}], got {rows.dtype}{list(rows.shape)}"
+        )
+    return jax.ShapeDtypeStruct((*rows.shape[:-1], packing.width), jnp.dtype(packing.dtype))
+
+
+def _width(name: str, packing: Packing, width: int) -> None:
+    if packing.width != width:
+        raise ValueError(f"{name} is packed from {packing.width} values a row, not {width}")
+
+
+def tile(size: int, value: Pool) -> None:
     """Raises ValueError where a pool cannot be read in tiles of `size` entries."""
     count("tile", size)
-    stored = paging.stored(value)
-    rows = attention_pool.rows(stored)
-    if size > rows or (not isinstance(stored, Paged) and rows % size):
+    rows = attention_pool.rows(value)
+    if size > rows or (not attention_pool.paged(value) and rows % size):
         raise ValueError(f"tile={size} must divide the {rows} entries that a sequence can have")

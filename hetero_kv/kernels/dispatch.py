@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 
 from hetero_kv.kernels import platform
+from hetero_kv.packing import Packed
 
 Implementation = Literal["auto", "reference", "pallas_tpu", "pallas_gpu", "interpret"]
 IMPLEMENTATIONS = ("auto", "reference", "pallas_tpu", "pallas_gpu", "interpret")
@@ -30,11 +31,27 @@ class Backend(NamedTuple):
 
     check looks at shapes and dtypes only, and raises NotImplementedError where `run` could not;
     prefer does so where it could, and yet "auto" had better not take it.
+    packed: whether it takes rows that are `Packed`; without it `check` never sees any.
     """
 
     run: Callable
     check: Callable[..., None] = _anything
     prefer: Callable[..., None] = _anything
+    packed: bool = False
+
+    def accept(self, arrays: tuple) -> None:
+        """Raises NotImplementedError where `run` could not take the arrays."""
+        if not self.packed and (found := sorted(_packings(arrays))):
+            raise NotImplementedError(
+                f"this implementation does not read packed rows ({', '.join(found)}); "
+                "implementation='reference' does, and 'auto' takes it"
+            )
+        self.check(*arrays)
+
+
+def _packings(arrays: tuple) -> set[str]:
+    leaves = jax.tree.leaves(arrays, is_leaf=lambda x: isinstance(x, Packed))
+    return {x.packing.kind for x in leaves if isinstance(x, Packed)}
 
 
 def call(op: str, backends: Mapping[str, Backend], implementation: str, *arrays: Any) -> Any:
@@ -58,7 +75,7 @@ def call(op: str, backends: Mapping[str, Backend], implementation: str, *arrays:
         if implementation not in backends:
             raise NotImplementedError(f"{op} has no implementation {implementation!r}")
         backend = backends[implementation]
-        backend.check(*arrays)
+        backend.accept(arrays)
         if implementation in PLATFORM:
             arrays = platform.only_on(PLATFORM[implementation], f"{op}/{implementation}", arrays)
         return backend.run(*arrays)
@@ -75,7 +92,7 @@ def call(op: str, backends: Mapping[str, Backend], implementation: str, *arrays:
 
 def _can(backend: Backend, arrays: tuple) -> bool:
     try:
-        backend.check(*arrays)
+        backend.accept(arrays)
         backend.prefer(*arrays)
     except NotImplementedError:
         return False

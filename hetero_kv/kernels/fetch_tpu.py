@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from hetero_kv.attention.pool import Pool
 from hetero_kv.kernels import paging
 from hetero_kv.kernels.unpack_tpu import Unpack
-from hetero_kv.packing import POISON, Packed
+from hetero_kv.packing import POISON
 
 # In kernels `lax.div` and `lax.rem`, not `//` and `%`: the sign handling of those asks for the kind
 # of the device, which a host that lowers for another platform does not know.
@@ -49,7 +49,7 @@ class Geometry:
     unpack: Unpack | None
 
     @classmethod
-    def of(cls, pool: Pool | Packed, size: int) -> "Geometry":
+    def of(cls, pool: Pool, size: int) -> "Geometry":
         """Tiles of about `size` entries, in whole pages."""
         view = jax.eval_shape(lambda x: paging.view(x, size), pool)
         _, pages, entries, width = view.pages.shape

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from hetero_kv.attention import pool as pools
 from hetero_kv.attention.pool import Paged, Pool
 from hetero_kv.packing import Packed, Packing
 
@@ -28,46 +27,23 @@ class PageView(NamedTuple):
         return self.table.shape[1] * self.entries
 
 
-def packing(pool: Pool | Packed) -> Packing | None:
+def packing(pool: Pool) -> Packing | None:
     """How the pool's rows are quantised; None: they are not."""
     return pool.packing if isinstance(pool, Packed) else None
 
 
-def stored(pool: Pool | Packed) -> Pool:
+def stored(pool: Pool) -> Pool:
     """The pool of what is stored: floats, or the bytes of a quantised one."""
     return pool.rows if isinstance(pool, Packed) else pool
 
 
-def dtype(pool: Pool | Packed) -> jnp.dtype:
+def dtype(pool: Pool) -> jnp.dtype:
     """Of what is stored."""
     found = stored(pool)
     return (found.pages if isinstance(found, Paged) else found).dtype
 
 
-def floats_only(name: str, pool: Pool | Packed) -> None:
-    """Raises NotImplementedError for a quantised pool."""
-    if isinstance(pool, Packed):
-        raise NotImplementedError(
-            f"{name}: quantised rows of {pool.packing.bytes} bytes; on GPUs kernels multiply rows "
-            "as they are stored, the reference unpacks them"
-        )
-
-
-def tile(pool: Pool | Packed, layer: int | jax.Array, index: jax.Array, size: int) -> jax.Array:
-    """As `attention.pool.tile`, of rows as they are attended."""
-    return _unpacked(pool, pools.tile(stored(pool), layer, index, size))
-
-
-def gather(pool: Pool | Packed, layer: int | jax.Array, index: jax.Array) -> jax.Array:
-    """As `attention.pool.gather`, of rows as they are attended."""
-    return _unpacked(pool, pools.gather(stored(pool), layer, index))
-
-
-def _unpacked(pool: Pool | Packed, found: jax.Array) -> jax.Array:
-    return pool.packing.unpack(found) if isinstance(pool, Packed) else found
-
-
-def view(pool: Pool | Packed, most: int) -> PageView:
+def view(pool: Pool, most: int) -> PageView:
     """The pages of a pool; a contiguous one [L, R, N, w] is cut into pages of up to `most` rows.
 
     No bytes move: a page is a run of rows that lie together. Of a quantised pool w are bytes.

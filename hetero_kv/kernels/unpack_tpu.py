@@ -20,13 +20,13 @@ import numpy as np
 
 from hetero_kv.attention.pool import Pool
 from hetero_kv.kernels import paging
-from hetero_kv.packing import INT8, KINDS, Packed, Packing
+from hetero_kv.packing import INT8, KINDS, Packing
 
 LANES = 128
 _TINY = 2.0**-126
 
 
-def row_major(name: str, pool: Pool | Packed) -> None:
+def row_major(name: str, pool: Pool) -> None:
     """Raises NotImplementedError for a quantised pool that XLA would copy for a kernel."""
     packing = paging.packing(pool)
     if packing and packing.bytes % LANES:

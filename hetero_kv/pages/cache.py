@@ -11,7 +11,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from hetero_kv import state
 from hetero_kv.contract import CacheSpec, Evidence, History
@@ -60,10 +59,9 @@ def _with_pages(spec: CacheSpec, cache: Cache, batch: int, paging: Paging, poiso
     for name, slots in history_slots(spec).items():
         page = paging.page(name)
         for slot in slots:
-            dtype = jnp.dtype(slot.leaf.dtype)
-            fill = np.nan if poison and jnp.issubdtype(dtype, jnp.floating) else 0
+            fill = (slot.leaf.poison or 0) if poison else 0
             shape = (slot.repeats, page.count, page.entries, *slot.leaf.width)
-            pools[slot] = jnp.full(shape, fill, dtype)
+            pools[slot] = jnp.full(shape, fill, jnp.dtype(slot.leaf.dtype))
     pages = Pages(
         tables={x.component: table.empty(x.count, batch, x.columns) for x in paging.pages},
         owner=jnp.zeros((batch, 2), jnp.uint32),
@@ -276,9 +274,9 @@ def poisoned(spec: CacheSpec, cache: Cache, freed: dict[str, jax.Array]) -> Cach
     for name, slots in history_slots(spec).items():
         for slot in slots:
             pool = cache.leaf(slot)
-            if jnp.issubdtype(pool.dtype, jnp.floating):
+            if (fill := slot.leaf.poison) is not None:
                 gone = freed[name].reshape(1, -1, *[1] * (pool.ndim - 2))
-                changed[slot] = jnp.where(gone, jnp.asarray(jnp.nan, pool.dtype), pool)
+                changed[slot] = jnp.where(gone, jnp.asarray(fill, pool.dtype), pool)
     return cache.with_leaves(changed)
 
 

@@ -1,7 +1,6 @@
 """One row of a cache, contiguous or in pages, as a cache of batch 1; traceable."""
 
 import jax
-import jax.numpy as jnp
 
 from hetero_kv import state
 from hetero_kv.contract import CacheSpec, History, LeafSlot
@@ -47,8 +46,8 @@ def take(spec: CacheSpec, cache: Cache, row: jax.Array) -> Cache:
     if cache.pages is None:
         return one
     found = {}
-    for slot, pool in _pools(spec, cache).items():
-        fill = jnp.nan if jnp.issubdtype(pool.dtype, jnp.floating) else 0
+    for slot in _pools(spec, cache):
+        fill = slot.leaf.poison or 0
         size = slot.leaf.row_count(cache.capacity)
         found[slot] = entries.read(cache, slot, row, 0, size, fill)[:, None]
     return one.with_leaves(found).replace(pages=None)

@@ -50,8 +50,8 @@ def expect(cache: Cache) -> Expected:
 def abi_code(spec: CacheSpec, cache: Cache) -> int:
     """A number (32 bits) for all that a kernel must know of the layout of pages.
 
-    Versions, the order of components, and per leaf its name, dtype, layers, entries per page and
-    width. Not the number of pages or rows, which kernels take from the shapes.
+    Versions, the order of components, and per leaf its name, dtype, layers, entries per page, width
+    and packing. Not the number of pages or rows, which kernels take from the shapes.
     """
     about: list = [LAYOUT_VERSION, PAGES_VERSION]
     for page in cache.pages.paging.pages:
@@ -60,6 +60,8 @@ def abi_code(spec: CacheSpec, cache: Cache) -> int:
             pool = cache.leaf(slot)
             shape = (pool.shape[0], *pool.shape[2:])
             about.append((slot.path, str(pool.dtype), shape, slot.leaf.stride_bytes))
+            if slot.leaf.packing is not None:
+                about.append(slot.leaf.packing)
     digest = hashlib.blake2b(repr(about).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little")
 
@@ -200,8 +202,10 @@ def _not_finite(spec: CacheSpec, cache: Cache, seen: _Columns) -> jax.Array:
     row = jnp.arange(seen.page.entries, dtype=jnp.int32)
     for slot in history_slots(spec)[seen.page.component]:
         pool = cache.leaf(slot)
-        if jnp.issubdtype(pool.dtype, jnp.floating):
-            bad = ~jnp.all(jnp.isfinite(pool), axis=(0, *range(3, pool.ndim)))  # [P, e]
+        if slot.leaf.poison is not None:
+            bad = ~jnp.all(
+                jnp.isfinite(slot.leaf.numbers(pool)), axis=(0, *range(3, pool.ndim))
+            )  # [P, e]
             bad = bad.at[seen.ids].get(mode="fill", fill_value=False)  # [R, n, e]
             bad = jnp.any(bad & (row < seen.held[..., None]), axis=-1)
             found |= validate.bit(bad, validate.NONFINITE)

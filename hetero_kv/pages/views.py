@@ -10,6 +10,7 @@ import numpy as np
 
 from hetero_kv.attention.pool import Paged
 from hetero_kv.contract import History, LayerSpec
+from hetero_kv.packing import Packed
 from hetero_kv.pages import table
 from hetero_kv.pages.cache import pages_for
 from hetero_kv.state import Cache, LayerLeaves
@@ -28,20 +29,20 @@ def tables(cache: Cache) -> Tables:
 
 
 def wrap(leaves: LayerLeaves, spec: LayerSpec, found: Tables) -> dict:
-    """The leaves of one layer with its pools as `Paged`."""
-    if not found:
-        return leaves
-    paged = {
-        name: Paged(leaves[name], *found[leaf.component])
-        for name, leaf in spec.leaves
-        if isinstance(leaf.contract, History)
-    }
-    return {**leaves, **paged}
+    """The leaves of one layer as attention reads them: pools as `Paged`, bytes as `Packed`."""
+    wrapped: dict = dict(leaves)
+    for name, leaf in spec.leaves:
+        if found and isinstance(leaf.contract, History):
+            wrapped[name] = Paged(leaves[name], *found[leaf.component])
+        if leaf.packing is not None:
+            wrapped[name] = Packed(wrapped[name], leaf.packing)
+    return wrapped
 
 
 def unwrap(leaves: dict) -> LayerLeaves:
     """The arrays again."""
-    return {name: x.pages if isinstance(x, Paged) else x for name, x in leaves.items()}
+    stored = {name: x.rows if isinstance(x, Packed) else x for name, x in leaves.items()}
+    return {name: x.pages if isinstance(x, Paged) else x for name, x in stored.items()}
 
 
 def suffices(

@@ -47,7 +47,7 @@ def config_digest(config: object) -> str:
 
 
 def describe_leaves(spec: CacheSpec) -> tuple:
-    """Shape, effective dtype, alignment and contract of every leaf, as plain values."""
+    """Shape, effective dtype and layout, alignment and contract of every leaf, as plain values."""
     return tuple(
         (
             slot.path,
@@ -59,6 +59,7 @@ def describe_leaves(spec: CacheSpec) -> tuple:
             slot.leaf.width,
             np.dtype(jax.numpy.dtype(slot.leaf.dtype)).name,
             slot.leaf.align,
+            slot.leaf.packing,
         )
         for slot in spec.slots()
     )

@@ -119,10 +119,20 @@ def test_bytes_are_those_of_an_allocated_cache() -> None:
 
 def test_packed_rows() -> None:
     spec = models.build(geometries.v4_flash()).cache_spec
-    small = counting.packed(spec, counting.V4_PACKED)
+    small = models.build(geometries.deployed("v4_flash")).cache_spec
     # 21 CSA and 20 HCA layers.
     assert small.history_bytes_per_token() == 21 * (584 + 68) / 4 + 20 * 584 / 128
     assert counting.window_bytes_per_token(small) == 43 * 584
     assert [x.path for x in small.slots()] == [x.path for x in spec.slots()]
-    with pytest.raises(ValueError, match="windows"):
-        counting.packed(spec, {"csa entries": 584})
+    cache = state.abstract(small, 1, 4_096)
+    rows = {x.name: cache.leaf(x).shape[-1] for x in small.slots() if x.leaf.packing}
+    assert rows == {"window": 584, "entries": 584, "index_keys": 68}
+    small = models.build(geometries.deployed("v3_2")).cache_spec
+    assert small.history_bytes_per_token() == 61 * (656 + 132)
+
+
+def test_packed_rows_cost_the_same_operations() -> None:
+    plain, small = (
+        models.build(x) for x in (geometries.v4_flash(), geometries.deployed("v4_flash"))
+    )
+    assert counting.decode_flops(plain, 4_096) == counting.decode_flops(small, 4_096)

@@ -23,6 +23,7 @@ from hetero_kv.contract import (
     Segment,
     Window,
 )
+from hetero_kv.packing import Packing
 from tests.hetero_kv import synthetic
 
 LENGTHS = range(0, 70)
@@ -269,3 +270,22 @@ def test_specs_are_hashable_and_stable():
     paths = [x.path for x in synthetic.everything().slots()]
     assert len(set(paths)) == len(paths)
     assert dataclasses.replace(synthetic.everything(), chunk=32) != synthetic.everything()
+
+
+def test_packed_rows_are_declared_by_what_they_are_read_as() -> None:
+    packing = Packing("fp8_rope", 512, 64)
+    leaf = Leaf.of_rows(512, "float32", packing, contract=History(4), component="entries")
+    assert (leaf.row_bytes, leaf.dtype, leaf.shape(64)) == (584, "uint8", (16, 584))
+    assert leaf.poison == 255 and math.isnan(Leaf.of_rows(
+        8, "bfloat16", contract=History(4), component="entries").poison)  # fmt: skip
+    counter = Leaf(contract=Evidence(of="entries", kind="count"), component="x", dtype="int32")
+    assert counter.poison is None
+    for changes, told in (
+        (dict(dtype="float32"), "packed rows are uint8"),
+        (dict(width=(512,)), "packed rows are uint8"),
+        (dict(contract=Point(), rows=0), "only rows of History and Window"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            dataclasses.replace(leaf, **changes)
+    with pytest.raises(ValueError, match="does not store"):
+        Leaf.of_rows(512, "bfloat16", packing, contract=History(4), component="entries")

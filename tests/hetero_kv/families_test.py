@@ -10,7 +10,13 @@ from tests.hetero_kv.faults.matrix_test import bench, run, with_all_on
 from tests.models import families
 
 
-@pytest.mark.parametrize("name", families.every())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=pytest.mark.full if x in families.PACKED else ())
+        for x in families.every()
+    ],
+)
 def test_warm_equals_cold_through_the_engine(name: str) -> None:
     store = world.store(name)
     made = world.engine("validated", name, store=store, audit_share=1.0)
@@ -34,12 +40,15 @@ def one_each(cases: list[Case]) -> list[Case]:
     return list(found.values())
 
 
-QUICK = ("gpt_oss", "qwen3_next")  # History and windows; recurrent state
+QUICK = ("gpt_oss", "qwen3_next", "packed")  # History and windows; recurrent state; packed rows
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(x, marks=() if x in QUICK else pytest.mark.full) for x in families.every()],
+    [
+        pytest.param(x, marks=() if x in QUICK else pytest.mark.full)
+        for x in ("packed", *families.every())
+    ],
 )
 def test_a_fault_of_every_component_is_caught(name: str, tmp_path) -> None:
     made = bench(name)

@@ -1,7 +1,7 @@
 """The families but DeepSeek-V4 as small models: those of the goldens, one a family for most tests.
 
 A family is here when it has a golden called `<model_type>-<case>`. `every` has those as well that
-are in no library: native sparse attention.
+are in no library: native sparse attention, and mechanisms whose caches are packed.
 """
 
 import functools
@@ -12,7 +12,7 @@ import numpy as np
 
 import models
 from hetero_kv.params import Params
-from models import hf
+from models import geometries, hf
 from models.config import DecoderConfig
 from models.decoder import Decoder
 from tests.models.weights import random_params
@@ -57,21 +57,50 @@ NSA = DecoderConfig(
 )
 
 
+# By name: two layers each, which store all of their rows packed.
+PACKED = {
+    "packed_v4": NSA.replace(
+        layer_types=("csa", "hca"),
+        attention={},
+        hca_ratio=8,
+        index_dim=8,
+        index_topk=3,
+        compress_rope_theta=1000.0,
+        cache_layouts=dict(geometries.V4_LAYOUTS),
+    ),
+    "packed_heads": NSA.replace(
+        layer_types=("local", "full"),
+        attention={"local": {"cache_layouts": {"window": "int8"}}},
+        cache_layouts={"kv": "fp4"},
+    ),
+    "packed_mla": NSA.replace(
+        layer_types=("mla",) * 2,
+        attention={"mla": {"kv_lora_rank": 12, "nope_dim": 6, "v_dim": 5}},
+        index_dim=8,
+        index_topk=5,
+        cache_layouts=dict(geometries.V32_LAYOUTS),
+    ),
+    "packed_nsa": NSA.replace(
+        cache_layouts={"entries": "int8", "tokens": "fp8_f32", "window": "fp4"}
+    ),
+}
+
+
 def every() -> list[str]:
     """Every family, in the library or not."""
-    return [*names(), "nsa"]
+    return [*names(), "nsa", *PACKED]
 
 
 @functools.cache
-def _nsa() -> tuple[Decoder, Params]:
-    made = models.build(NSA)
+def _random(name: str) -> tuple[Decoder, Params]:
+    made = models.build(PACKED.get(name, NSA))
     return made, random_params(made, seed=2)
 
 
 def model(name: str) -> tuple[Decoder, Params]:
     """A family's first golden, or its random model."""
-    if name == "nsa":
-        return _nsa()
+    if name == "nsa" or name in PACKED:
+        return _random(name)
     return load(next(x for x in goldens() if x.startswith(f"{name}-")))
 
 

@@ -17,7 +17,8 @@ def clear_stop(trace: Trace) -> int:
     gaps = [trace.smallest_gap()]
     gaps += [layer.router_gap for layer in trace.layers if layer.router_gap is not None]
     near = np.flatnonzero(np.min(gaps, axis=0) < NEAR_TIE)
-    return int(near[0]) if near.size else len(gaps[0])
+    stop = int(near[0]) if near.size else len(gaps[0])
+    return int(min(stop, *(layer.unsure for layer in trace.layers)))
 
 
 def assert_logits(name: str, row: int, got: np.ndarray, start: int) -> None:
@@ -72,7 +73,7 @@ def assert_leaves(name: str, made: Decoder, cache) -> None:
         for repeat in range(slot.repeats):
             layer = made.runs[slot.segment].layer(repeat, slot.layer)
             for row, length in enumerate(map(int, cache.length)):
-                value = np.asarray(cache.leaf(slot))[repeat, row]
+                value = np.asarray(slot.leaf.numbers(cache.leaf(slot)))[repeat, row]
                 trace = tiny.reference(name, row)[1]
                 if length > clear_stop(trace):
                     continue

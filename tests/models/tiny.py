@@ -115,6 +115,16 @@ CHANGES: Mapping[str, dict] = {
         window=8,
         experts_per_token=1,
     ),
+    "packed": dict(  # one leaf of every row layout
+        layer_types=("swa", "csa", "full"),
+        mlp_types=("dense", "dense", "dense"),
+        cache_layouts={
+            "window": "fp8_rope",
+            "entries": "int8",
+            "index_keys": "fp4",
+            "kv": "fp8_f32",
+        },
+    ),
     "full": dict(
         layer_types=("full", "full"), mlp_types=("dense", "dense"), qk_norm=False, n_kv_heads=1
     ),

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.oracle import packing
 from tests.oracle.compressor import compress, visible
 from tests.oracle.indexer import scores, select
 from tests.oracle.maths import Array, Weights, linear, rms_norm
@@ -93,19 +94,19 @@ def entries_of(
     overlap = layer_type == "csa" and config.csa_overlap
     name = prefix + "compressor."
     made = compress(config, weights, name, x, ratio, overlap, omega)
-    trace.raw_kv, trace.raw_gate, trace.entries = made
-    seen = visible(len(x), len(made.entries), ratio)
+    trace.raw_kv, trace.raw_gate, entries = made
+    trace.entries = packing.stored(config, "entries", entries, trace, config.rope_dim, ratio=ratio)
+    seen = visible(len(x), len(entries), ratio)
     trace.selected = seen
     if layer_type == "csa" and config.indexer and config.index_topk >= 0:
         index = compress(config, weights, name + "indexer.", x, ratio, overlap, omega)
-        trace.index_raw_kv, trace.index_raw_gate, trace.index_keys = index
-        trace.index_scores = scores(
-            config, weights, name + "indexer.", x, latent, index.entries, omega
-        )
+        trace.index_raw_kv, trace.index_raw_gate, keys = index
+        trace.index_keys = keys = packing.stored(config, "index_keys", keys, trace, ratio=ratio)
+        trace.index_scores = scores(config, weights, name + "indexer.", x, latent, keys, omega)
         trace.selected, trace.gap = select(trace.index_scores, seen, config.index_topk)
         if forced is not None:
             trace.selected = np.asarray(forced, bool) & seen
-    return made.entries, trace.selected
+    return trace.entries, trace.selected
 
 
 def shared_row_attention(
@@ -130,7 +131,8 @@ def shared_row_attention(
     if config.window:
         rows = linear(x, weights[prefix + "kv_proj.weight"])
         rows = rms_norm(rows, config.norm_eps, weights[prefix + "kv_norm.weight"])
-        trace.rows = context = rotate(rows, positions, omega)
+        rows = rotate(rows, positions, omega)
+        trace.rows = context = packing.stored(config, "window", rows, trace, config.rope_dim)
         mask = window_mask(len(x), config.window)
     if layer_type != "swa":
         entries, selected = entries_of(
@@ -156,6 +158,9 @@ def full_attention(
         query = rms_norm(query, config.norm_eps, weights[prefix + "q_norm.weight"])
         keys = rms_norm(keys, config.norm_eps, weights[prefix + "k_norm.weight"])
     query, keys = rotate(query, positions, omega), rotate(keys, positions, omega)
+    both = np.concatenate([x.reshape(length, -1) for x in (keys, values)], axis=1)
+    both = packing.stored(config, "kv", both, trace, group=config.head_dim)
+    keys, values = (x.reshape(keys.shape) for x in np.split(both, 2, axis=1))
     trace.keys, trace.values = keys, values
     sinks = sinks_of(config, weights, prefix)
     mask, per_group = window_mask(length, length), config.n_heads // config.n_kv_heads

@@ -9,6 +9,8 @@ import numpy as np
 class LayerTrace:
     """One layer. A field stays None where the layer has no such thing.
 
+    unsure: the first token from which on what is stored may rightly differ, see `packing.stored`.
+
     `rows`, `keys` and `values` are rotated and normed as attention reads them; the raw rows are
     the compressors' projections without bias, norm or rotation.
     """
@@ -29,6 +31,7 @@ class LayerTrace:
     router_gap: np.ndarray | None = None  # [T], as `gap`, of the expert choice
     attention_out: np.ndarray | None = None  # [T, d]
     mlp_out: np.ndarray | None = None  # [T, d]
+    unsure: float = np.inf
 
 
 @dataclasses.dataclass

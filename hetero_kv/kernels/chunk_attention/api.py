@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from hetero_kv.attention import pool
-from hetero_kv.kernels import checks, dispatch, paging, unpack_tpu
+from hetero_kv.kernels import checks, dispatch, unpack_tpu
 from hetero_kv.kernels.chunk_attention import reference
 from hetero_kv.kernels.chunk_attention.operands import Entries, Operands, Rule, Window
 
@@ -66,10 +66,12 @@ def _backends(rule: Rule, tiles: Any) -> dict[str, dispatch.Backend]:
     check = functools.partial(pallas_tpu.check, rule, tiles=tiles)
     gpu = functools.partial(pallas_gpu.run, rule)
     return {
-        "reference": dispatch.Backend(functools.partial(reference.run, rule)),
-        "pallas_tpu": dispatch.Backend(tpu, check, _row_major),
+        "reference": dispatch.Backend(functools.partial(reference.run, rule), packed=True),
+        "pallas_tpu": dispatch.Backend(tpu, check, _row_major, packed=True),
         "pallas_gpu": dispatch.Backend(gpu, functools.partial(pallas_gpu.check, rule)),
-        "interpret": dispatch.Backend(functools.partial(tpu, interpret=interpret.tpu()), check),
+        "interpret": dispatch.Backend(
+            functools.partial(tpu, interpret=interpret.tpu()), check, packed=True
+        ),
     }
 
 
@@ -92,15 +94,15 @@ def _validate(operands: Operands, rule: Rule) -> None:
     if window is None and entries is None:
         raise ValueError("there is neither a window nor entries to attend to")
     if window is not None:
-        checks.shape("window.rows", window.rows, (None, batch, None, width))
+        rows = checks.ring("window.rows", window.rows, batch, width)
         checks.shape("window.kv", window.kv, (batch, size, width))
         checks.shape("window.first", window.first, (batch,), integer=True)
-        checks.floating("window.rows", window.rows)
+        checks.floating("window.rows", rows)
     if entries is not None:
         if rule.ratio < 2:
             raise ValueError(f"entries need a ratio of at least 2 tokens, got {rule.ratio=}")
-        checks.pool("entries.pool", entries.pool, batch, width)
-        rows = pool.rows(paging.stored(entries.pool))
+        checks.floating("entries.pool", checks.pool("entries.pool", entries.pool, batch, width))
+        rows = pool.rows(entries.pool)
         checks.tile(rule.tile, entries.pool)
         if (chosen := entries.chosen) is not None:
             checks.shape("chosen.order", chosen.order, (batch, size, rows))

@@ -7,7 +7,6 @@ import jax
 
 from hetero_kv.attention.pool import Pool
 from hetero_kv.kernels import checks
-from hetero_kv.packing import Packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Chosen(NamedTuple):
 class Entries(NamedTuple):
     """Compressed entries, those that close within the call among them."""
 
-    pool: Pool | Packed  # [L, R, N, c], or pages [L, P, e, c] with block tables; or bytes of these
+    pool: Pool  # [L, R, N, c], or pages [L, P, e, c] with block tables; or bytes of these
     chosen: Chosen | None  # None: every visible entry
 
 

@@ -29,8 +29,6 @@ _NAME = "chunk_attention/pallas_gpu"
 
 def check(rule: Rule, operands: Operands) -> None:
     """Raises NotImplementedError for what this kernel cannot take."""
-    if operands.entries is not None:
-        paging.floats_only(_NAME, operands.entries.pool)
     _, _, heads, width = operands.q.shape
     plan = _Plan(rule, operands)
     for dtype in plan.dtypes:

@@ -20,6 +20,7 @@ from hetero_kv.attention.attend import MASKED
 from hetero_kv.kernels import checks, fetch_tpu, paging, tuning
 from hetero_kv.kernels.chunk_attention.operands import Chosen, Entries, Operands, Rule
 from hetero_kv.kernels.fetch_tpu import Fetch, Geometry, sublanes
+from hetero_kv.packing import Packed
 
 LANES = 128
 ROWS = 1024  # queries x heads of a block, about: as many rows share each tile of keys
@@ -75,6 +76,8 @@ def check(rule: Rule, operands: Operands, tiles: Tiles | None = None) -> None:
     tiles = tiles or choose(operands)
     _, size, heads, width = operands.q.shape
     dtypes = [operands.q.dtype]
+    if operands.window is not None and isinstance(operands.window.rows, Packed):
+        raise NotImplementedError(f"{_NAME}: packed entries, but no packed window")
     if operands.window is not None:
         dtypes.append(operands.window.rows.dtype)
     if (entries := operands.entries) is not None:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from hetero_kv.attention import attend, ring, selection
-from hetero_kv.kernels import paging
+from hetero_kv.attention import attend, pool, ring, selection
 from hetero_kv.kernels.chunk_attention.operands import Entries, Operands, Rule, Window
 
 BAND = 64  # shortest band of queries that is attended at a time
@@ -130,7 +129,7 @@ def entries(
 
     def body(t: jax.Array, state: attend.State) -> attend.State:
         index = t * rule.tile + jnp.arange(rule.tile, dtype=jnp.int32)
-        rows = paging.tile(operand.pool, layer, t, rule.tile)
+        rows = pool.tile(operand.pool, layer, t, rule.tile)
         rows = attend.clean(rows, index < written[:, None])
         mask = index < seen
         if (chosen := operand.chosen) is not None:

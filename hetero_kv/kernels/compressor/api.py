@@ -15,6 +15,7 @@ from hetero_kv.kernels import checks, dispatch, interpret
 from hetero_kv.kernels.compressor import plan, reference
 from hetero_kv.kernels.compressor.reference import Pooling
 from hetero_kv.kernels.dispatch import Backend, Implementation
+from hetero_kv.packing import Packed
 
 
 def store(
@@ -67,7 +68,7 @@ def _backends(how: Pooling) -> dict[str, Backend]:
 
     on_tpu = bound(pallas_tpu.check)
     return {
-        "reference": Backend(bound(reference.store)),
+        "reference": Backend(bound(reference.store), packed=True),
         "pallas_tpu": Backend(bound(pallas_tpu.store), on_tpu),
         "pallas_gpu": Backend(bound(pallas_gpu.store), bound(pallas_gpu.check)),
         "interpret": Backend(interpreted, on_tpu),
@@ -75,7 +76,8 @@ def _backends(how: Pooling) -> dict[str, Backend]:
 
 
 def _check(how, pool, layer, norm, tail, raw, start, count) -> None:
-    pages = plan.pages(pool)
+    pages = checks.as_read(pool.rows, pool.packing) if isinstance(pool, Packed) else pool
+    pages = plan.pages(pages)
     rows = tail.shape[1]
     checks.layer(layer)
     if pages.ndim != 4 or pages.shape[-1] != how.width or pages.dtype != jnp.dtype(how.dtype):

@@ -49,7 +49,7 @@ def decode_attention(
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
-        NotImplementedError: the named implementation cannot take them: on a GPU, quantised rows.
+        NotImplementedError: the named implementation cannot take them: on a GPU, packed rows.
     """
     operands = checks.as_jax(Operands(q, sinks, layer, window, entries))
     _validate(operands, tile)
@@ -65,10 +65,14 @@ def _backends(scale: float, tile: int, tiles: Any) -> dict[str, dispatch.Backend
     gpu = functools.partial(pallas_gpu.run, scale=scale, tiles=tiles)
     check = functools.partial(pallas_tpu.check, tiles=tiles)
     return {
-        "reference": dispatch.Backend(functools.partial(reference.run, scale=scale, tile=tile)),
-        "pallas_tpu": dispatch.Backend(tpu, check, _row_major),
+        "reference": dispatch.Backend(
+            functools.partial(reference.run, scale=scale, tile=tile), packed=True
+        ),
+        "pallas_tpu": dispatch.Backend(tpu, check, _row_major, packed=True),
         "pallas_gpu": dispatch.Backend(gpu, functools.partial(pallas_gpu.check, tiles=tiles)),
-        "interpret": dispatch.Backend(functools.partial(tpu, interpret=interpret.tpu()), check),
+        "interpret": dispatch.Backend(
+            functools.partial(tpu, interpret=interpret.tpu()), check, packed=True
+        ),
     }
 
 
@@ -90,10 +94,10 @@ def _validate(operands: Operands, tile: int) -> None:
     if window is None and entries is None:
         raise ValueError("there is neither a window nor entries to attend to")
     if window is not None:
-        checks.shape("window.rows", window.rows, (None, batch, None, width))
+        rows = checks.ring("window.rows", window.rows, batch, width)
         checks.shape("window.position", window.position, (batch,), integer=True)
         checks.shape("window.stop", window.stop, (batch,), integer=True)
-        checks.floating("window.rows", window.rows)
+        checks.floating("window.rows", rows)
     if entries is not None:
         checks.pool("entries.pool", entries.pool, batch, width)
         checks.shape("entries.visible", entries.visible, (batch,), integer=True)

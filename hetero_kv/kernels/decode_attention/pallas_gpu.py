@@ -59,8 +59,6 @@ def _plan(operands: Operands) -> Plan:
 def check(operands: Operands, tiles: Tiles | None = None) -> None:
     """Raises NotImplementedError for what this kernel cannot take."""
     checks.tiles(tiles, Tiles)
-    if operands.entries is not None:
-        paging.floats_only(_NAME, operands.entries.pool)
     plan = _plan(operands)
     if plan.dtypes[0] not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"{_NAME}: {plan.dtypes[0]}; float32 and bfloat16 only")

@@ -18,6 +18,7 @@ from hetero_kv.kernels import checks, fetch_tpu, paging, tuning
 from hetero_kv.kernels.decode_attention.operands import Entries, Operands
 from hetero_kv.kernels.decode_attention.picks_tpu import PickFetch, Picks
 from hetero_kv.kernels.fetch_tpu import Fetch, Geometry
+from hetero_kv.packing import Packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,10 @@ def _dtypes(operands: Operands) -> list:
 def check(operands: Operands, tiles: Tiles | None = None) -> None:
     """Raises NotImplementedError for what this kernel cannot take."""
     checks.tiles(tiles, Tiles)
+    if operands.window is not None and isinstance(operands.window.rows, Packed):
+        raise NotImplementedError(
+            "decode_attention/pallas_tpu: packed entries, but no packed window"
+        )
     packed = operands.entries is not None and paging.packing(operands.entries.pool)
     for dtype in _dtypes(operands)[: -1 if packed else None]:
         if dtype not in (jnp.float32, jnp.bfloat16):

@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from hetero_kv.attention import attend, ring
-from hetero_kv.kernels import paging
+from hetero_kv.attention import attend, pool, ring
 from hetero_kv.kernels.decode_attention.operands import Entries, Operands, Window
 
 
@@ -20,7 +19,7 @@ def run(operands: Operands, *, scale: float, tile: int) -> jax.Array:
     if entries is not None and entries.picked is not None:
         picked = jnp.maximum(entries.picked, 0)
         seen = entries.picked >= 0
-        found = attend.clean(paging.gather(entries.pool, operands.layer, picked), seen)
+        found = attend.clean(pool.gather(entries.pool, operands.layer, picked), seen)
         rows, live = [*rows, found], [*live, seen]
     if rows:
         keys, mask = jnp.concatenate(rows, axis=1), jnp.concatenate(live, axis=1)
@@ -32,7 +31,7 @@ def run(operands: Operands, *, scale: float, tile: int) -> jax.Array:
 
 def _window(window: Window, layer: int | jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows [R, W, c] of the ring, and which are seen: [R, W]."""
-    held = ring.held_positions(window.rows.shape[2], window.position + 1)
+    held = ring.held_positions(ring.size(window.rows), window.position + 1)
     live = (held >= 0) & (held < window.stop[:, None])
     return attend.clean(ring.read(window.rows, layer), live), live
 
@@ -48,7 +47,7 @@ def _all(
     def body(t: jax.Array, state: attend.State) -> attend.State:
         index = t * tile + jnp.arange(tile, dtype=jnp.int32)
         seen = index < entries.visible[:, None]
-        rows = attend.clean(paging.tile(entries.pool, layer, t, tile), seen)
+        rows = attend.clean(pool.tile(entries.pool, layer, t, tile), seen)
         return attend.add(state, q, rows, seen[:, None], scale)
 
     tiles = -(-jnp.max(entries.visible) // tile)

@@ -10,13 +10,12 @@ from hetero_kv.attention.pool import Pool
 from hetero_kv.kernels import checks, dispatch, unpack_tpu
 from hetero_kv.kernels.indexer import reference
 from hetero_kv.kernels.indexer.operands import Operands
-from hetero_kv.packing import Packed
 
 
 def select(
     q: jax.Array,
     weights: jax.Array,
-    keys: Pool | Packed,
+    keys: Pool,
     *,
     layer: int | jax.Array,
     visible: jax.Array,
@@ -50,7 +49,7 @@ def select(
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
-        NotImplementedError: the named implementation cannot take them: on a GPU, quantised keys.
+        NotImplementedError: the named implementation cannot take them: on a GPU, packed keys.
     """
     operands = checks.as_jax(Operands(q, weights, layer, keys, visible))
     _validate(operands, k, tile)
@@ -65,10 +64,14 @@ def _backends(k: int, tile: int, tiles: Any) -> dict[str, dispatch.Backend]:
     gpu = functools.partial(pallas_gpu.run, k=k, tiles=tiles)
     check = functools.partial(pallas_tpu.check, tiles=tiles)
     return {
-        "reference": dispatch.Backend(functools.partial(reference.run, k=k, tile=tile)),
-        "pallas_tpu": dispatch.Backend(tpu, check, _row_major),
+        "reference": dispatch.Backend(
+            functools.partial(reference.run, k=k, tile=tile), packed=True
+        ),
+        "pallas_tpu": dispatch.Backend(tpu, check, _row_major, packed=True),
         "pallas_gpu": dispatch.Backend(gpu, functools.partial(pallas_gpu.check, tiles=tiles)),
-        "interpret": dispatch.Backend(functools.partial(tpu, interpret=interpret.tpu()), check),
+        "interpret": dispatch.Backend(
+            functools.partial(tpu, interpret=interpret.tpu()), check, packed=True
+        ),
     }
 
 
@@ -82,7 +85,7 @@ def _validate(operands: Operands, k: int, tile: int) -> None:
     batch, heads, dim = operands.q.shape
     checks.shape("weights", operands.weights, (batch, heads))
     checks.shape("visible", operands.visible, (batch,), integer=True)
-    checks.pool("keys", operands.keys, batch, dim)
+    checks.floating("keys", checks.pool("keys", operands.keys, batch, dim))
     checks.tile(tile, operands.keys)
     checks.floating("q", operands.q)
     if operands.weights.dtype != jnp.float32:

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import jax
 
 from hetero_kv.attention.pool import Pool
-from hetero_kv.packing import Packed
 
 
 class Operands(NamedTuple):
@@ -14,5 +13,5 @@ class Operands(NamedTuple):
     q: jax.Array  # [R, heads, dim], rotated
     weights: jax.Array  # f32[R, heads], scaled
     layer: int | jax.Array  # i32[], which of the stacked layers
-    keys: Pool | Packed  # [L, R, N, dim], or pages [L, P, e, dim] with block tables; or bytes
+    keys: Pool  # [L, R, N, dim], or pages [L, P, e, dim] with block tables; or bytes
     visible: jax.Array  # i32[R], entries that the query sees

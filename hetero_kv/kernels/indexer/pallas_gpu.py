@@ -59,7 +59,6 @@ def choose(operands: Operands, k: int) -> Tiles:
 def check(operands: Operands, tiles: Tiles | None = None) -> None:
     """Raises NotImplementedError for what this kernel cannot take."""
     checks.tiles(tiles, Tiles)
-    paging.floats_only("indexer/pallas_gpu", operands.keys)
     keys, dtype = operands.keys, paging.dtype(operands.keys)
     if (operands.q.dtype, dtype) not in TYPES:
         raise NotImplementedError(

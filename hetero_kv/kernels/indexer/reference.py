@@ -4,17 +4,16 @@ import jax
 import jax.numpy as jnp
 
 from hetero_kv.attention import pool, selection
-from hetero_kv.kernels import paging
 from hetero_kv.kernels.indexer.operands import Operands
 
 
 def run(operands: Operands, *, k: int, tile: int) -> jax.Array:
     """See `api.select`; entries come by descending score. Scores are written, f32[R, N]."""
     q, weights, layer, keys, visible = operands
-    rows = pool.rows(paging.stored(keys))
+    rows = pool.rows(keys)
 
     def body(t: jax.Array, out: jax.Array) -> jax.Array:
-        part = paging.tile(keys, layer, t, tile)
+        part = pool.tile(keys, layer, t, tile)
         part = selection.index_scores(q[:, None], weights[:, None], part)[:, 0]
         part = jnp.where(part == 0, 0.0, part)
         return jax.lax.dynamic_update_slice_in_dim(out, part, t * tile, axis=1)

@@ -44,13 +44,17 @@ def test_batch_mates_and_slots_do_not_matter(reuse: str, order: list[int], paged
     assert (reused > 0) == (reuse == "validated")
 
 
-@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
-def test_a_model_of_every_mechanism(paged: bool) -> None:
-    store = world.store("v4")
-    made = world.engine("validated", "v4", store=store, audit_share=1.0, paged=paged)
+@pytest.mark.parametrize(
+    "name, paged",
+    [("v4", False), ("v4", True), ("packed", True)],
+    ids=["rows", "pages", "packed rows in pages"],
+)
+def test_a_model_of_every_mechanism(name: str, paged: bool) -> None:
+    store = world.store(name)
+    made = world.engine("validated", name, store=store, audit_share=1.0, paged=paged)
     for _ in range(2):
         for number, result in serve(made, SOME).items():
-            world.same_answer(result, number, "v4")
+            world.same_answer(result, number, name)
     assert world.count(made, "prompt_tokens_total", how="reused") > 0
     assert world.count(made, "audits_total", outcome="differs") == 0
     world.settled(made)

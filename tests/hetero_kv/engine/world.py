@@ -183,8 +183,8 @@ def settled(made: Engine) -> None:
             leaf, contract = made.cache.leaf(slot), slot.leaf.contract
             if isinstance(contract, Point) and not contract.group:  # as at length 0
                 assert not leaf.any(), slot.path
-            elif jnp.issubdtype(leaf.dtype, jnp.floating):
-                assert jnp.isnan(leaf).all(), slot.path
+            elif slot.leaf.poison is not None:
+                assert jnp.isnan(slot.leaf.numbers(leaf)).all(), slot.path
     if made.pages.paged:
         for page in made.cache.pages.paging.pages:
             assert not np.asarray(made.cache.pages.tables[page.component].form).any()

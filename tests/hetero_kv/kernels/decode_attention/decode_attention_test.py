@@ -223,9 +223,9 @@ def test_wrong_arguments() -> None:
     with pytest.raises(NotImplementedError, match="quantised"):
         call(entries=entries._replace(pool=quantised))
     packed = oracle.make(PACKED["int8"])
-    with pytest.raises(NotImplementedError, match="quantised rows of 20 bytes"):
+    with pytest.raises(NotImplementedError, match="does not read packed rows"):
         decode_attention(packed.q, **packed.arguments, implementation="pallas_gpu")
-    with pytest.raises(ValueError, match="packed rows of 8 values, not of 16"):
+    with pytest.raises(ValueError, match="packed from 8 values a row, not 16"):
         call(entries=entries._replace(pool=Packed(entries.pool, Packing("int8", 8))))
     with pytest.raises(ValueError, match=r"entries.pool.pages must be .* 20"):
         call(entries=entries._replace(pool=Packed(entries.pool, Packing("int8", 16))))
