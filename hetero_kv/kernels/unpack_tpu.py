@@ -123,7 +123,10 @@ class Unpack:
                 values = jnp.where(lane < own.coded - first, values, _float(numbers << 16))
             found.append(values)
         rows = found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
-        return rows if own.dtype == "float32" else rows.astype(jnp.bfloat16).astype(jnp.float32)
+        if own.dtype == "float32":
+            return rows
+        rows = jnp.where(jnp.abs(rows) < _TINY, 0.0, rows)
+        return rows.astype(jnp.bfloat16).astype(jnp.float32)
 
     def _scales(self, parts: list[jax.Array]) -> jax.Array:
         """f32[T, LANES]: the scale of group g in lane g. Takes its parts off the list."""

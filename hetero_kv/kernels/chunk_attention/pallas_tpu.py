@@ -77,7 +77,7 @@ def check(rule: Rule, operands: Operands, tiles: Tiles | None = None) -> None:
     _, size, heads, width = operands.q.shape
     dtypes = [operands.q.dtype]
     if operands.window is not None and isinstance(operands.window.rows, Packed):
-        raise NotImplementedError(f"{_NAME}: packed entries, but no packed window")
+        raise NotImplementedError(f"{_NAME}: packed rows of a window are for the reference")
     if operands.window is not None:
         dtypes.append(operands.window.rows.dtype)
     if (entries := operands.entries) is not None:

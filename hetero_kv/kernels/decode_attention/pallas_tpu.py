@@ -63,7 +63,7 @@ def check(operands: Operands, tiles: Tiles | None = None) -> None:
     checks.tiles(tiles, Tiles)
     if operands.window is not None and isinstance(operands.window.rows, Packed):
         raise NotImplementedError(
-            "decode_attention/pallas_tpu: packed entries, but no packed window"
+            "decode_attention/pallas_tpu: packed rows of a window are for the reference"
         )
     packed = operands.entries is not None and paging.packing(operands.entries.pool)
     for dtype in _dtypes(operands)[: -1 if packed else None]:
