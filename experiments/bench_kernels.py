@@ -2,7 +2,9 @@
 
     python -m experiments.bench_kernels [--config.ops=indexer,page_copy]
 
-On a CPU only the references are timed. Writes results.json and report.md to the work directory.
+On a CPU only the references are timed, at small sizes; kernels are checked there by an interpreter.
+Where this device's kernel cannot take a case, its row says why. Writes results.json and report.md
+to the work directory.
 """
 
 import pathlib

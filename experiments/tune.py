@@ -88,8 +88,7 @@ def main(config: KernelBenchConfig) -> None:
         def run(layer: jax.Array, arrays: Any) -> Any:
             return case.run(layer, arrays, KERNELS[platform], tiles)
 
-        size = (geometry.layers, config.inner, config.repeats)
-        return kernels.seconds(run, case.arrays, *size)
+        return kernels.seconds(run, case.arrays, geometry.layers, config, case.keep)[0]
 
     cases = (
         case

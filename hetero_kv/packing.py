@@ -88,6 +88,7 @@ class Packing:
 
     kind: one of KINDS. width: values of a row, the `rope` last of them bfloat16. group: values per
     scale; 0: the kind's own, or the whole row where that is shorter. dtype: of rows that are read.
+    align: bytes that a row is a multiple of; 0: the kind's own. TPUs want 128, see `Unpack`.
 
     Raises ValueError for sizes that do not fit together.
     """
@@ -97,6 +98,7 @@ class Packing:
     rope: int = 0
     group: int = 0
     dtype: str = "float32"
+    align: int = 0
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -110,6 +112,8 @@ class Packing:
             raise ValueError(f"{self.kind} keeps no bfloat16 values, got rope={self.rope}")
         if not 0 <= self.rope < self.width:
             raise ValueError(f"{self.kind}: need 0 <= rope < width, got {self.rope}, {self.width}")
+        if self.align < 0:
+            raise ValueError(f"{self.kind}: rows are a multiple of align={self.align} bytes")
         if not self.group:
             object.__setattr__(self, "group", min(own.group or self.coded, self.coded))
         if self.group < 0 or self.coded % self.group:
@@ -139,7 +143,7 @@ class Packing:
         sizes = {"codes": codes}
         sizes |= {"rope": 2 * self.rope} if own.e8m0 else {"scales": scales}
         sizes |= {"scales": scales} if own.e8m0 else {"rope": 2 * self.rope}
-        return sizes | {"zeros": -sum(sizes.values()) % own.align}
+        return sizes | {"zeros": -sum(sizes.values()) % (self.align or own.align)}
 
     @property
     def bytes(self) -> int:

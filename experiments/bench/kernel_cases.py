@@ -21,6 +21,7 @@ from hetero_kv.kernels.decode_attention.api import decode_attention
 from hetero_kv.kernels.indexer import operands as index_operands
 from hetero_kv.kernels.indexer.api import select
 from hetero_kv.kernels.page_copy import api as page_copy
+from hetero_kv.packing import Packed, Packing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class Case:
     """One op at one size.
 
     run(layer, arrays, implementation, tiles) -> result: traceable; other layers are other bytes.
+    keep(arrays, result) -> arrays: those of the next call, where the first is updated in place.
     bytes, flops: what one call must move and compute. same(got, want) -> fraction that agrees.
     operands: what a kernel's `key` and `choose` take, for tuning. k: of the indexer.
     """
@@ -39,6 +41,7 @@ class Case:
     bytes: int
     flops: int
     same: Callable[[Any, Any], float]
+    keep: Callable[[Any, Any], Any] | None = None
     operands: Any = None
     k: int | None = None
 
@@ -62,10 +65,11 @@ def equal(got: Any, want: Any) -> float:
 
 
 class Cases:
-    """Cases of one geometry, batch and context."""
+    """Cases of one geometry, batch and context. first: whether it is the first of the contexts;
+    ops whose work does not grow with the context are measured there only."""
 
-    def __init__(self, geometry: Geometry, batch: int, tokens: int, seed: int):
-        self.geometry, self.batch, self.tokens = geometry, batch, tokens
+    def __init__(self, geometry: Geometry, batch: int, tokens: int, seed: int, first: bool = True):
+        self.geometry, self.batch, self.tokens, self.first = geometry, batch, tokens, first
         self._keys = iter(jax.random.split(jax.random.key(seed), 64))
         self._dtype = jnp.dtype(geometry.dtype)
 
@@ -81,12 +85,21 @@ class Cases:
 
     def _pool(self, ratio: int, width: int) -> Paged:
         """Every sequence's entries on pages in a random order."""
-        page, columns = self.geometry.span // ratio, self.tokens // self.geometry.span
-        count = self.batch * columns
-        table = jax.random.permutation(next(self._keys), count).astype(jnp.int32)
-        table = table.reshape(self.batch, columns)
-        pages = self._random(self.geometry.layers, count, page, width)
-        return Paged(pages, table, table)
+        page, table = self.geometry.span // ratio, self._table()
+        return Paged(self._random(self.geometry.layers, table.size, page, width), table, table)
+
+    def _table(self) -> jax.Array:
+        columns = self.tokens // self.geometry.span
+        table = jax.random.permutation(next(self._keys), self.batch * columns)
+        return table.astype(jnp.int32).reshape(self.batch, columns)
+
+    def _packed(self, ratio: int, packing: Packing) -> Packed:
+        """As `_pool`, quantised. A few pages are packed and repeated: that takes less memory."""
+        page, table = self.geometry.span // ratio, self._table()
+        some = self._random(self.geometry.layers, min(16, table.size), page, packing.width)
+        stored = jax.jit(packing.pack)(some)
+        pages = jnp.take(stored, jnp.arange(table.size) % stored.shape[1], axis=1)
+        return Packed(Paged(pages, table, table), packing)
 
     def _decode_attention(self) -> Iterator[Case]:
         g, size = self.geometry, self._dtype.itemsize
@@ -97,17 +110,22 @@ class Cases:
         ring = self._random(g.layers, self.batch, g.window, g.width)
         at = self._full(self.tokens - 1)
         window = decode_operands.Window(ring, at, at + 1)
-        for name, ratio in (("hca", g.hca_ratio), ("csa", g.csa_ratio)):
+        # Of a published row of 512 values, 448 are e4m3 in groups of 64, and 64 are bfloat16.
+        eighth = g.width // 8
+        group = (g.width - eighth) // 7
+        fp8 = Packing("fp8_rope", g.width, rope=eighth, group=group, align=128)
+        kinds = [("hca", g.hca_ratio, None), ("csa", g.csa_ratio, None)]
+        kinds += [(f"{name} fp8", ratio, fp8) for name, ratio, _ in kinds]
+        for name, ratio, packing in kinds:
             seen, picked = self.tokens // ratio, None
-            if name == "csa":
+            if name.startswith("csa"):
                 k = min(g.topk, seen)
                 picked = jax.random.permutation(next(self._keys), seen)[:k].astype(jnp.int32)
                 picked = jnp.broadcast_to(picked, (self.batch, k))
                 seen = k
-            entries = decode_operands.Entries(
-                self._pool(ratio, g.width), self._full(self.tokens // ratio), picked
-            )
-            rows = g.window + seen
+            pool = self._packed(ratio, packing) if packing else self._pool(ratio, g.width)
+            entries = decode_operands.Entries(pool, self._full(self.tokens // ratio), picked)
+            rows, held = g.window + seen, packing.bytes if packing else g.width * size
             arrays = (q, sinks, window, entries)
 
             def run(layer, arrays, implementation, tiles=None, ratio=ratio):
@@ -129,7 +147,8 @@ class Cases:
                 name=f"{name} {self.tokens}",
                 arrays=arrays,
                 run=run,
-                bytes=self.batch * (rows * g.width * size + g.heads * g.width * (size + 4)),
+                bytes=self.batch
+                * (g.window * g.width * size + seen * held + g.heads * g.width * (size + 4)),
                 flops=4 * self.batch * g.heads * rows * g.width,
                 same=close,
                 operands=decode_operands.Operands(q, sinks, 0, window, entries),
@@ -139,24 +158,28 @@ class Cases:
         g, seen = self.geometry, self.tokens // self.geometry.csa_ratio
         q = self._random(self.batch, g.index_heads, g.index_dim)
         weights = self._random(self.batch, g.index_heads, dtype="float32")
-        keys, visible = self._pool(g.csa_ratio, g.index_dim), self._full(seen)
+        visible, fp4 = self._full(seen), Packing("fp4", g.index_dim, align=128)
 
         def run(layer, arrays, implementation, tiles=None):
             q, weights, keys, visible = arrays
             options = dict(implementation=implementation, tiles=tiles)
             return select(q, weights, keys, layer=layer, visible=visible, k=g.topk, **options)
 
-        yield Case(
-            op="indexer",
-            name=f"{self.tokens}",
-            arrays=(q, weights, keys, visible),
-            run=run,
-            bytes=self.batch * (seen * g.index_dim * self._dtype.itemsize + 4 * g.topk),
-            flops=2 * self.batch * seen * g.index_heads * g.index_dim,
-            same=same_set,
-            operands=index_operands.Operands(q, weights, 0, keys, visible),
-            k=g.topk,
-        )
+        for name, packing in (("", None), ("fp4 ", fp4)):
+            keys = self._packed(g.csa_ratio, packing) if packing else None
+            keys = keys or self._pool(g.csa_ratio, g.index_dim)
+            held = packing.bytes if packing else g.index_dim * self._dtype.itemsize
+            yield Case(
+                op="indexer",
+                name=f"{name}{self.tokens}",
+                arrays=(q, weights, keys, visible),
+                run=run,
+                bytes=self.batch * (seen * held + 4 * g.topk),
+                flops=2 * self.batch * seen * g.index_heads * g.index_dim,
+                same=same_set,
+                operands=index_operands.Operands(q, weights, 0, keys, visible),
+                k=g.topk,
+            )
 
     def _chunk_attention(self) -> Iterator[Case]:
         g, seen = self.geometry, self.tokens // self.geometry.hca_ratio
@@ -199,6 +222,8 @@ class Cases:
 
     def _compressor(self) -> Iterator[Case]:
         g = self.geometry
+        if not self.first:
+            return
         for name, ratio, overlap in (("csa", g.csa_ratio, True), ("hca", g.hca_ratio, False)):
             how = Pooling(ratio, g.width, overlap, Rope(g.width // 8, 160_000.0), 1e-6, g.dtype)
             tail = self._random(g.layers, self.batch, how.held, 2 * how.series, dtype="float32")
@@ -221,23 +246,42 @@ class Cases:
                 bytes=raw.size * 4 + made,
                 flops=6 * raw.size,
                 same=lambda got, want: close(got.pages[0], want.pages[0]),
+                keep=lambda arrays, pool: (pool, *arrays[1:]),
             )
 
     def _page_copy(self) -> Iterator[Case]:
+        if not self.first:
+            return
         pool = self._pool(self.geometry.csa_ratio, self.geometry.width)
         ids = pool.read.reshape(-1)[: max(1, pool.read.size // 2)]
         moved = pool.pages.nbytes // pool.pages.shape[1] * ids.size
+        staged = self._random(pool.pages.shape[0], ids.size, *pool.pages.shape[2:])
 
-        def run(layer, arrays, implementation, tiles=None):
+        def gather(layer, arrays, implementation, tiles=None):
             pages, ids = arrays
             return page_copy.gather(pages, ids, salt=layer, implementation=implementation)
 
-        yield Case(
-            op="page_copy",
-            name=f"gather {ids.size} pages",
-            arrays=(pool.pages, ids),
-            run=run,
-            bytes=2 * moved,
-            flops=0,
-            same=equal,
-        )
+        def verify(layer, arrays, implementation, tiles=None):
+            pages, ids = arrays
+            return page_copy.verify(pages, ids, salt=layer, implementation=implementation)
+
+        def scatter(layer, arrays, implementation, tiles=None):
+            pages, staged, ids = arrays
+            how = dict(salt=layer, implementation=implementation)
+            return page_copy.scatter(pages, staged, ids, **how)
+
+        for run, arrays, times in (
+            (gather, (pool.pages, ids), 2),
+            (verify, (pool.pages, ids), 1),
+            (scatter, (pool.pages, staged, ids), 2),
+        ):
+            yield Case(
+                op="page_copy",
+                name=f"{run.__name__} {ids.size} pages",
+                arrays=arrays,
+                run=run,
+                bytes=times * moved,
+                flops=0,
+                same=equal,
+                keep=(lambda arrays, out: (out.pages, *arrays[1:])) if run is scatter else None,
+            )

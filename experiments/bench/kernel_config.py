@@ -37,7 +37,7 @@ def tiny() -> Geometry:
     """Small enough for a CPU."""
     return Geometry(
         heads=4,
-        width=64,
+        width=128,
         window=16,
         index_heads=8,
         index_dim=64,
@@ -59,8 +59,10 @@ class KernelBenchConfig:
     tokens: tuple[int, ...] = (65_536, 1_048_576)  # contexts; a CPU takes a 64th of each
     batch: int = 4  # sequences
     implementation: str = "auto"  # auto: the kernels of this device, or only the reference
+    interpret: bool = True  # on a CPU: check the TPU kernels, interpreted, at the first context
     inner: int = 10  # calls in one timed program
     repeats: int = 5
+    case_seconds: float = 4.0  # no further repeat of a case is begun after so long
     seconds: float = 240.0  # no further case is begun after so long
     copy_bytes: int = 1 << 29  # of the measured copy; a CPU takes a 16th
     matmul: int = 4096  # side of the measured product; a CPU takes an 8th

@@ -1,6 +1,5 @@
 """Times of kernels beside their references, and the roofline of the device, both measured here."""
 
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,23 +18,43 @@ def platform() -> str:
     return PLATFORMS.get(jax.default_backend(), jax.default_backend())
 
 
-def seconds(run: Callable, arrays: Any, layers: int, inner: int, repeats: int) -> float:
-    """Median seconds of one call of run(layer, arrays), `inner` of them in one program."""
+def program(run: Callable, layers: int, inner: int, keep: Callable | None = None) -> Callable:
+    """`inner` calls of run(layer, arrays), jitted: arrays -> arrays, the last result.
 
-    @jax.jit
-    def many(arrays: Any) -> Any:
-        def body(i: jax.Array, _: Any) -> Any:
-            return run(jax.lax.rem(i, layers), arrays)
+    keep: see `Case`; then the arrays are given away, and the last result is within the new ones.
+    """
 
-        return jax.lax.fori_loop(1, inner, body, run(jnp.int32(0), arrays))
+    def one(i: jax.Array, arrays: Any) -> tuple[Any, Any]:
+        out = run(jax.lax.rem(i, layers), arrays)
+        return (None, out) if keep is None else (keep(arrays, out), None)
 
-    jax.block_until_ready(many(arrays))
-    samples = []
-    for _ in range(repeats):
+    def many(arrays: Any) -> tuple[Any, Any]:
+        def body(i: jax.Array, state: tuple[Any, Any]) -> tuple[Any, Any]:
+            return one(i, arrays if keep is None else state[0])
+
+        return jax.lax.fori_loop(1, inner, body, one(jnp.int32(0), arrays))
+
+    return jax.jit(many, donate_argnums=0 if keep else ())
+
+
+def seconds(
+    run: Callable, arrays: Any, layers: int, config: KernelBenchConfig, keep: Callable | None = None
+) -> tuple[float, Any]:
+    """Median seconds of one call of run(layer, arrays), and its last result."""
+    many = program(run, layers, config.inner, keep)
+    arrays = jax.tree.map(jnp.copy, arrays) if keep else arrays
+
+    def once() -> tuple[Any, Any]:
+        new, out = jax.block_until_ready(many(arrays))
+        return (arrays, out) if keep is None else (new, new[0])
+
+    arrays, out = once()
+    samples, end = [], time.monotonic() + config.case_seconds
+    while len(samples) < config.repeats and (not samples or time.monotonic() < end):
         began = time.perf_counter()
-        jax.block_until_ready(many(arrays))
-        samples.append((time.perf_counter() - began) / inner)
-    return median(samples)
+        arrays, out = once()
+        samples.append((time.perf_counter() - began) / config.inner)
+    return median(samples), out
 
 
 def roofline(config: KernelBenchConfig) -> dict[str, float]:
@@ -54,21 +73,20 @@ def roofline(config: KernelBenchConfig) -> dict[str, float]:
         one = jax.lax.dynamic_index_in_dim(a, layer, 0, keepdims=False)
         return jnp.matmul(one, a[0], preferred_element_type=jnp.float32)
 
-    timed = functools.partial(seconds, layers=2, inner=config.inner, repeats=config.repeats)
     return {
-        "copy_bytes_per_s": 2 * x.nbytes / timed(copy, x),
-        "flops_per_s": 2 * side**3 / timed(product, a),
+        "copy_bytes_per_s": 2 * x.nbytes / seconds(copy, x, 2, config)[0],
+        "flops_per_s": 2 * side**3 / seconds(product, a, 2, config)[0],
     }
 
 
 def measure(case: Case, config: KernelBenchConfig, layers: int, device: dict) -> dict:
     """One row: times, fraction of the roofline, and how much agrees with the reference."""
-    timed = functools.partial(
-        seconds, arrays=case.arrays, layers=layers, inner=config.inner, repeats=config.repeats
-    )
 
-    def run(implementation: str) -> Callable:
-        return lambda layer, arrays: case.run(layer, arrays, implementation)
+    def timed(implementation: str) -> tuple[float, Any]:
+        def run(layer: jax.Array, arrays: Any) -> Any:
+            return case.run(layer, arrays, implementation)
+
+        return seconds(run, case.arrays, layers, config, case.keep)
 
     bound = max(case.bytes / device["copy_bytes_per_s"], case.flops / device["flops_per_s"])
     row = {"op": case.op, "case": case.name, "bytes": case.bytes, "flops": case.flops}
@@ -76,23 +94,32 @@ def measure(case: Case, config: KernelBenchConfig, layers: int, device: dict) ->
     if kernel == "auto":
         kernel = KERNELS.get(platform(), "reference")
     row |= {"implementation": kernel, "roofline_us": bound * 1e6}
-
-    def once(implementation: str) -> Callable:
-        return lambda arrays: case.run(jnp.int32(0), arrays, implementation)
-
-    try:
-        jax.eval_shape(once(kernel), case.arrays)
-    except NotImplementedError as error:
-        return row | {"refused": str(error)}
-    row["reference_us"] = timed(run("reference")) * 1e6
+    reference, want = timed("reference")
+    row["reference_us"] = reference * 1e6
     if kernel == "reference":
         return row
-    got, want = (jax.jit(once(x))(case.arrays) for x in (kernel, "reference"))
-    row["agrees"] = case.same(got, want)
-    row["kernel_us"] = timed(run(kernel)) * 1e6
+    try:
+        jax.eval_shape(lambda arrays: case.run(jnp.int32(0), arrays, kernel), case.arrays)
+        used, got = timed(kernel)
+    except NotImplementedError as error:
+        return row | {"refused": str(error)}
+    row |= {"agrees": case.same(got, want), "kernel_us": used * 1e6}
     row["of_roofline"] = bound * 1e6 / row["kernel_us"]
     row["speedup"] = row["reference_us"] / row["kernel_us"]
     return row
+
+
+def interpreted(case: Case) -> dict:
+    """How much of one call agrees with the reference where the TPU's kernel is interpreted."""
+
+    def once(implementation: str) -> Any:
+        out = jax.jit(lambda arrays: case.run(jnp.int32(0), arrays, implementation))(case.arrays)
+        return out if case.keep is None else case.keep(case.arrays, out)[0]
+
+    try:
+        return {"agrees": case.same(once("interpret"), once("reference")), "checked": "interpret"}
+    except NotImplementedError as error:
+        return {"refused": str(error)}
 
 
 def run(config: KernelBenchConfig) -> dict:
@@ -102,13 +129,17 @@ def run(config: KernelBenchConfig) -> dict:
     device = roofline(config)
     rows, left = [], []
     for tokens in contexts:
-        cases = Cases(geometry, config.batch, tokens, config.seed)
+        first = tokens == contexts[0]
+        cases = Cases(geometry, config.batch, tokens, config.seed, first)
         for op in config.ops:
             for case in cases.of(op):
                 if time.monotonic() - began > config.seconds:
                     left.append(f"{case.op} {case.name}")
-                else:
-                    rows.append(measure(case, config, geometry.layers, device))
+                    continue
+                row = measure(case, config, geometry.layers, device)
+                if config.interpret and first and row["implementation"] == "reference":
+                    row |= interpreted(case)
+                rows.append(row)
     return {"device": device, "rows": rows, "left_out": left}
 
 
@@ -137,6 +168,8 @@ def table(results: dict) -> Table:
         f"Roofline: the larger of bytes at {device['copy_bytes_per_s'] / 1e9:.0f} GB/s (a copy) "
         f"and FLOPs at {device['flops_per_s'] / 1e12:.2f} T/s (a bfloat16 product), both measured."
     )
+    if any("checked" in row for row in results["rows"]):
+        note += " Kernels were interpreted here to check them; only references were timed."
     for row in results["rows"]:
         note += f" {row['op']} {row['case']}: {row['refused']}." if "refused" in row else ""
     if results["left_out"]:

@@ -1,11 +1,13 @@
 """Static validation that ops share: shapes and dtypes, with messages that name the value."""
 
+import dataclasses
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hetero_kv.attention import pool as attention_pool
 from hetero_kv.attention.pool import Paged, Pool
 from hetero_kv.attention.ring import Ring
 from hetero_kv.packing import Packed, Packing
@@ -19,6 +21,34 @@ def as_jax(tree: Tree) -> Tree:
     """The same with numpy arrays as JAX arrays; numbers stay what they are."""
     numpy = (np.ndarray, np.generic)
     return jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, numpy) else x, tree)
+
+
+def count(name: str, value: Any, least: int = 1) -> None:
+    """Raises ValueError for what is not an integer of at least `least`; 8.0 is none."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise ValueError(f"{name}={value!r} must be an integer, not {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name}={value} must be at least {least}")
+
+
+def counts(name: str, sizes: Any, least: int = 1) -> None:
+    """As `count`, for every field of a dataclass."""
+    for field, value in dataclasses.asdict(sizes).items():
+        count(f"{name}.{field}", value, least)
+
+
+def tiles(value: Any, kind: type) -> None:
+    """Raises ValueError for tile sizes that are not of the named kernel; None is right."""
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(
+            f"tiles={value!r} must be a {kind.__module__}.{kind.__qualname__}, or None"
+        )
+
+
+def layer(value: Any) -> None:
+    """Raises ValueError for what is no integer scalar."""
+    if np.shape(value) != () or not jnp.issubdtype(jnp.result_type(value), jnp.integer):
+        raise ValueError(f"layer must be an integer scalar, got {value!r}")
 
 
 def shape(name: str, array: Any, want: tuple[int | None, ...], integer: bool = False) -> None:
@@ -39,7 +69,7 @@ def floating(name: str, array: Any) -> None:
         raise ValueError(f"{name} must be of a floating type, got {array.dtype}")
     if jnp.dtype(array.dtype).itemsize < 2:
         raise NotImplementedError(
-            f"{name} is {array.dtype}: quantised rows are not implemented; store bfloat16"
+            f"{name} is {array.dtype}: quantised rows are the bytes of a Packed, with their scales"
         )
 
 
@@ -82,7 +112,9 @@ def _width(name: str, packing: Packing, width: int) -> None:
         raise ValueError(f"{name} is packed from {packing.width} values a row, not {width}")
 
 
-def tile(size: int, rows: int, paged: bool) -> None:
-    """Raises ValueError where `rows` entries a sequence cannot be read in tiles of `size`."""
-    if not 1 <= size <= rows or (not paged and rows % size):
+def tile(size: int, value: Pool) -> None:
+    """Raises ValueError where a pool cannot be read in tiles of `size` entries."""
+    count("tile", size)
+    rows = attention_pool.rows(value)
+    if size > rows or (not attention_pool.paged(value) and rows % size):
         raise ValueError(f"tile={size} must divide the {rows} entries that a sequence can have")

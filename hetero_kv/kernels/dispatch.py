@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+from hetero_kv.kernels import platform
 from hetero_kv.packing import Packed
 
 Implementation = Literal["auto", "reference", "pallas_tpu", "pallas_gpu", "interpret"]
@@ -18,6 +19,7 @@ IMPLEMENTATIONS = ("auto", "reference", "pallas_tpu", "pallas_gpu", "interpret")
 # What "auto" takes on a platform; the reference on every other. Mosaic GPU needs Hopper or later,
 # which a lowering does not know, so there a kernel runs only by its name.
 AUTO = {"tpu": "pallas_tpu"}
+PLATFORM = {"pallas_tpu": "tpu", "pallas_gpu": "cuda"}  # that a kernel can be lowered for
 
 
 def _anything(*arrays: Any) -> None:
@@ -27,12 +29,14 @@ def _anything(*arrays: Any) -> None:
 class Backend(NamedTuple):
     """One implementation: both functions take the op's arrays (pytrees).
 
-    check looks at shapes and dtypes only, and raises NotImplementedError where `run` could not.
+    check looks at shapes and dtypes only, and raises NotImplementedError where `run` could not;
+    prefer does so where it could, and yet "auto" had better not take it.
     packed: whether it takes rows that are `Packed`; without it `check` never sees any.
     """
 
     run: Callable
     check: Callable[..., None] = _anything
+    prefer: Callable[..., None] = _anything
     packed: bool = False
 
     def accept(self, arrays: tuple) -> None:
@@ -62,7 +66,8 @@ def call(op: str, backends: Mapping[str, Backend], implementation: str, *arrays:
 
     Raises:
         ValueError: there is no implementation of that name.
-        NotImplementedError: the named one cannot take these shapes or dtypes.
+        NotImplementedError: the named one cannot take these shapes or dtypes, or is for another
+            platform. The latter is known when the program is lowered, and raised then.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{op}: {implementation=}; use one of {IMPLEMENTATIONS}")
@@ -71,10 +76,12 @@ def call(op: str, backends: Mapping[str, Backend], implementation: str, *arrays:
             raise NotImplementedError(f"{op} has no implementation {implementation!r}")
         backend = backends[implementation]
         backend.accept(arrays)
+        if implementation in PLATFORM:
+            arrays = platform.only_on(PLATFORM[implementation], f"{op}/{implementation}", arrays)
         return backend.run(*arrays)
     usable = {
-        platform: backends[name].run
-        for platform, name in AUTO.items()
+        where: backends[name].run
+        for where, name in AUTO.items()
         if name in backends and _can(backends[name], arrays)
     }
     reference = backends["reference"].run
@@ -86,6 +93,7 @@ def call(op: str, backends: Mapping[str, Backend], implementation: str, *arrays:
 def _can(backend: Backend, arrays: tuple) -> bool:
     try:
         backend.accept(arrays)
+        backend.prefer(*arrays)
     except NotImplementedError:
         return False
     return True

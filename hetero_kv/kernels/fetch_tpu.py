@@ -1,7 +1,8 @@
 """Copies of pages into on-chip memory of a TPU, in tiles, double buffered.
 
 A copy from tiled memory takes whole sublane groups, never a single row. Only what exists is copied:
-no page beyond the visible entries; a page whose id is none reads as NaN.
+no page beyond the visible entries; a page whose id is none reads as NaN. Quantised rows are copied
+as they are stored, and unpacked from on-chip memory.
 """
 
 import dataclasses
@@ -13,7 +14,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from hetero_kv.kernels.paging import PageView
+from hetero_kv.attention.pool import Pool
+from hetero_kv.kernels import paging
+from hetero_kv.kernels.unpack_tpu import Unpack
+from hetero_kv.packing import POISON
 
 # In kernels `lax.div` and `lax.rem`, not `//` and `%`: the sign handling of those asks for the kind
 # of the device, which a host that lowers for another platform does not know.
@@ -31,7 +35,10 @@ def table_spec(columns: int) -> pl.BlockSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """many: pages per tile; entries, width: of a page; pages: of the pool; columns: of a table."""
+    """many: pages per tile; entries, width: of a page; pages: of the pool; columns: of a table.
+
+    unpack: how rows are read that are stored as bytes; None: they are floats.
+    """
 
     many: int
     entries: int
@@ -39,13 +46,17 @@ class Geometry:
     pages: int
     columns: int
     dtype: Any
+    unpack: Unpack | None
 
     @classmethod
-    def of(cls, view: PageView, size: int) -> "Geometry":
+    def of(cls, pool: Pool, size: int) -> "Geometry":
         """Tiles of about `size` entries, in whole pages."""
+        view = jax.eval_shape(lambda x: paging.view(x, size), pool)
         _, pages, entries, width = view.pages.shape
-        many = max(1, min(size // entries, view.table.shape[1]))
-        return cls(many, entries, width, pages, view.table.shape[1], view.pages.dtype)
+        columns, packing = view.table.shape[1], paging.packing(pool)
+        many = max(1, min(size // entries, columns))
+        unpack = Unpack(packing) if packing else None
+        return cls(many, entries, width, pages, columns, view.pages.dtype, unpack)
 
     @property
     def size(self) -> int:
@@ -57,11 +68,32 @@ class Geometry:
         """Whether pages have fewer rows than a tile of memory: these are put together by row."""
         return self.entries % sublanes(self.dtype) != 0
 
+    @property
+    def wide(self) -> Any:
+        """The 32-bit type in which single rows are handled."""
+        return jnp.int32 if self.unpack else jnp.float32
+
+    @property
+    def nothing(self) -> Any:
+        """What reads as NaN."""
+        return POISON if self.unpack else jnp.nan
+
     def scratch(self) -> list:
         """Memory that `Fetch` needs: two buffers, a semaphore each, rows put together."""
         buffer = pltpu.VMEM((2, self.many, self.entries, self.width), self.dtype)
-        rows = [pltpu.VMEM((self.size, self.width), jnp.float32)] if self.compact else []
+        rows = [pltpu.VMEM((self.size, self.width), self.wide)] if self.compact else []
         return [buffer, pltpu.SemaphoreType.DMA((2,)), *rows]
+
+    def constants(self) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
+        """Operands that `Fetch` takes after the pages, and their blocks: the matrix of `Unpack`."""
+        if not self.unpack:
+            return [], []
+        matrix = self.unpack.matrix()
+        return [matrix], [pl.BlockSpec(matrix.shape, lambda *_: (0, 0))]
+
+    def floats(self, rows: jax.Array, matrix: Any) -> jax.Array:
+        """Rows as they are attended."""
+        return self.unpack.rows(rows, matrix[...]) if self.unpack else rows
 
     def page(self, table: Any, index: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The page of an entry (0: none), and whether there is one."""
@@ -73,11 +105,15 @@ class Geometry:
 
 
 class Fetch:
-    """The first `visible` entries of one sequence, tile by tile."""
+    """The first `visible` entries of one sequence, tile by tile.
+
+    pages: and the constants of the geometry.
+    """
 
     def __init__(self, geometry, layer, visible, table, pages, buffer, semaphores, rows=None):
         self.geometry, self.layer, self.visible = geometry, layer, visible
-        self.table, self.pages = table, pages
+        self.table, (self.pages, *constants) = table, pages
+        self._matrix = constants[0] if constants else None
         self.buffer, self.semaphores, self._rows = buffer, semaphores, rows
 
     @property
@@ -94,7 +130,7 @@ class Fetch:
         """Ends them."""
 
         def nothing(page: Any) -> None:
-            page[...] = jnp.full(page.shape, jnp.nan, page.dtype)
+            page[...] = jnp.full(page.shape, self.geometry.nothing, page.dtype)
 
         self._each(t, lambda copy, _: copy.wait(), nothing)
 
@@ -123,15 +159,18 @@ class Fetch:
         """Rows [size, w] of tile t; those beyond `visible` may be anything."""
         slot = jax.lax.rem(t, 2)
         if not self.geometry.compact:
-            return self.buffer[slot].reshape(self.geometry.size, self.geometry.width)
+            whole = self.buffer[slot].reshape(self.geometry.size, self.geometry.width)
+            return self.geometry.floats(whole, self._matrix)
 
         def body(j: jax.Array, _: int) -> int:
-            page = self.buffer[slot, j].astype(jnp.float32)
+            page = self.buffer[slot, j].astype(self.geometry.wide)
             for i in range(self.geometry.entries):
                 self._rows[pl.ds(j * self.geometry.entries + i, 1), :] = page[i : i + 1]
             return 0
 
         jax.lax.fori_loop(0, self.geometry.many, body, 0)
+        if self.geometry.unpack:
+            return self.geometry.floats(self._rows[...], self._matrix)
         return self._rows[...].astype(self.geometry.dtype)
 
     def seen(self, t: jax.Array, axis: int) -> jax.Array:

@@ -9,6 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64  # of one product of a warpgroup
 GROUP = 8  # rows of a unit of swizzled memory
+SHARED = 227 << 10  # bytes of shared memory that a block can have
 
 _TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters  # before 0.12
 

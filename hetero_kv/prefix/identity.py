@@ -4,11 +4,13 @@ import dataclasses
 import functools
 import hashlib
 import importlib.metadata
+from collections.abc import Mapping
 
 import jax
 import numpy as np
 
 from hetero_kv.contract import LAYOUT_VERSION, CacheSpec
+from hetero_kv.kernels import regime as kernel_regime
 from hetero_kv.prefix.encoding import digest, encode
 
 REGIMES = ("exact", "numeric")
@@ -86,8 +88,9 @@ class Identity:
 
     chunk: int = 0  # C, tokens per prefill call
     batch: int = 0  # batch bucket of those calls, rows
-    tiles: tuple[tuple[str, int], ...] = ()  # per component: rows per tile
-    implementation: str = "reference"
+    # Rows per tile by component, and what the tuning table sets for kernels on this device.
+    tiles: tuple[tuple[str, int], ...] = ()
+    implementation: str = "reference"  # of the kernels' ops: see `kernels.regime`
     backend: str = ""
     device_kind: str = ""
     precision: str = ""
@@ -119,7 +122,16 @@ class Identity:
         return dataclasses.replace(self, weights="", adapter="", weight_epoch=0).digest
 
     @classmethod
-    def of(cls, spec: CacheSpec, params: object, config: object, *, batch: int, **fields):
+    def of(
+        cls,
+        spec: CacheSpec,
+        params: object,
+        config: object,
+        *,
+        batch: int,
+        kernels: str | None = None,
+        **fields,
+    ):
         """The identity of a model as it stands: read off its leaves, weights and devices.
 
         Args:
@@ -127,10 +139,14 @@ class Identity:
             params: the weights in use; their bytes are hashed (about 1.5 GB/s).
             config: the model's configuration (see `config_digest`).
             batch: rows of the prefill calls that make publishable state.
-            **fields: adapter, tokenizer, position_scheme, placeholders, weight_epoch, regime,
-                implementation, or anything else to be set by hand.
+            kernels: the implementation of the decode step's ops. Default: what the configuration
+                says in its field `kernels`, else "auto".
+            **fields: adapter, tokenizer, position_scheme, placeholders, weight_epoch, regime, or
+                anything else to be set by hand.
         """
         device = _device(params)
+        named = _kernels(config) if kernels is None else kernels
+        ops = kernel_regime.regime(named, device.platform, device.device_kind)
         tiles = {(x.leaf.component, x.leaf.tile) for x in spec.slots() if x.leaf.tile > 1}
         found = dict(
             weights=weights_digest(params),
@@ -139,7 +155,8 @@ class Identity:
             block=spec.block,
             chunk=spec.chunk,
             batch=batch,
-            tiles=tuple(sorted(tiles)),
+            tiles=tuple(sorted(tiles)) + ops.tiles,
+            implementation=ops.implementation,
             backend=device.platform,
             device_kind=device.device_kind,
             precision=_precision(),
@@ -153,6 +170,13 @@ def _device(params: object) -> jax.Device:
         if isinstance(leaf, jax.Array):
             return min(leaf.devices(), key=lambda x: x.id)
     return jax.devices()[0]
+
+
+def _kernels(config: object) -> str:
+    """What a configuration (a mapping or an object) says of the decode step's ops."""
+    if isinstance(config, Mapping):
+        return config.get("kernels", "auto")
+    return getattr(config, "kernels", "auto")
 
 
 def _precision() -> str:

@@ -18,7 +18,7 @@ class BenchKernelsTest(absltest.TestCase):
         config.workdir = self.enterContext(tempfile.TemporaryDirectory())
         config.tokens, config.batch = (16_384,), 2
         config.inner = config.repeats = 2
-        config.copy_bytes, config.matmul = 1 << 20, 512
+        config.copy_bytes, config.matmul, config.interpret = 1 << 20, 512, False
         return config_tools.override(config, changes)
 
     def test_references_on_a_cpu(self):
@@ -30,15 +30,23 @@ class BenchKernelsTest(absltest.TestCase):
             self.assertGreater(row["reference_us"], 0)
             self.assertGreater(row["roofline_us"], 0)
             self.assertEqual(row["implementation"], "reference")
+            self.assertNotIn("refused", row)
         report = (pathlib.Path(config.workdir) / "report.md").read_text()
         self.assertIn("Kernels on cpu", report)
 
-    def test_a_kernel_that_cannot_is_told(self):
-        config = self.config(ops=("decode_attention",), implementation="pallas_gpu")
-        config.tiny.dtype = "float32"
+    def test_kernels_are_checked_by_an_interpreter(self):
+        config = self.config(ops=("page_copy", "compressor"), interpret=True)
         results = bench_kernels.run(config)
         for row in results["rows"]:
-            self.assertIn("bfloat16 only", row["refused"])
+            self.assertEqual(row["checked"], "interpret")
+            self.assertGreater(row["agrees"], 0.99)
+
+    def test_a_kernel_that_cannot_is_told(self):
+        config = self.config(ops=("indexer",), implementation="pallas_gpu")
+        plain, quantised = bench_kernels.run(config)["rows"]
+        self.assertIn("kernel for 'cuda'", plain["refused"])
+        self.assertIn("does not read packed rows", quantised["refused"])
+        self.assertGreater(quantised["reference_us"], 0)
 
     def test_wrong_configurations(self):
         for changes, message in (

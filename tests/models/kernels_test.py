@@ -9,6 +9,7 @@ import pytest
 
 import models
 from hetero_kv.pages.layout import Paging
+from models import geometries
 from models.config import DecoderConfig
 from tests.hetero_kv.kernels import strict
 
@@ -49,6 +50,20 @@ def test_the_whole_step_lowers_with_kernels(kernels: str, platform: str, paged: 
     assert strict.kernels_in(strict.lowered(step, platform, *arguments), platform) >= 4
     if kernels == "auto":
         assert "tpu_custom_call" not in strict.lowered(step, "cpu", *arguments)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kernels", "platform"), [("pallas_tpu", "tpu"), ("pallas_gpu", "cuda")], ids=["tpu", "cuda"]
+)
+@pytest.mark.parametrize("made", [geometries.v4_flash, geometries.v4_pro])
+def test_the_whole_step_lowers_at_published_sizes(made, kernels: str, platform: str) -> None:
+    model = models.build(made().replace(kernels=kernels))
+    paging = Paging.of(model.cache_spec, 4, 1 << 20, span=1024)
+    cache = jax.eval_shape(lambda: model.init_paged_cache(4, 1 << 20, paging))
+    arguments = (model.abstract_params(), jax.ShapeDtypeStruct((4,), jnp.int32), cache)
+    text = strict.lowered(lambda *x: model.stack.step(*x, None), platform, *arguments)
+    assert strict.kernels_in(text, platform) >= 3
 
 
 def test_an_unknown_implementation_is_refused() -> None:

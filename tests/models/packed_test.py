@@ -245,7 +245,7 @@ def test_a_layer_type_may_differ() -> None:
     assert found == {("swa", "window"): "int8", ("csa", "entries"): "fp4"}
 
 
-def test_kernels_leave_packed_rows_to_the_reference() -> None:
+def test_kernels_leave_packed_windows_to_the_reference() -> None:
     """By its name a kernel refuses them; "auto" lowers the step for TPU without one."""
     config = tiny.config(NAME, kernels="interpret")
     made, params = models.build(config), tiny.model(NAME)[1]

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from hetero_kv.attention import pool
-from hetero_kv.kernels import checks, dispatch
+from hetero_kv.kernels import checks, dispatch, unpack_tpu
 from hetero_kv.kernels.chunk_attention import reference
 from hetero_kv.kernels.chunk_attention.operands import Entries, Operands, Rule, Window
 
@@ -67,10 +67,17 @@ def _backends(rule: Rule, tiles: Any) -> dict[str, dispatch.Backend]:
     gpu = functools.partial(pallas_gpu.run, rule)
     return {
         "reference": dispatch.Backend(functools.partial(reference.run, rule), packed=True),
-        "pallas_tpu": dispatch.Backend(tpu, check),
+        "pallas_tpu": dispatch.Backend(tpu, check, _row_major, packed=True),
         "pallas_gpu": dispatch.Backend(gpu, functools.partial(pallas_gpu.check, rule)),
-        "interpret": dispatch.Backend(functools.partial(tpu, interpret=interpret.tpu()), check),
+        "interpret": dispatch.Backend(
+            functools.partial(tpu, interpret=interpret.tpu()), check, packed=True
+        ),
     }
+
+
+def _row_major(operands: Operands) -> None:
+    if operands.entries is not None:
+        unpack_tpu.row_major("chunk_attention", operands.entries.pool)
 
 
 def _validate(operands: Operands, rule: Rule) -> None:
@@ -79,6 +86,7 @@ def _validate(operands: Operands, rule: Rule) -> None:
     checks.shape("q", q, (None, None, None, None))
     batch, size, heads, width = q.shape
     checks.floating("q", q)
+    checks.layer(operands.layer)
     for name in ("start", "count"):
         checks.shape(name, getattr(operands, name), (batch,), integer=True)
     if operands.sinks is not None:
@@ -95,7 +103,7 @@ def _validate(operands: Operands, rule: Rule) -> None:
             raise ValueError(f"entries need a ratio of at least 2 tokens, got {rule.ratio=}")
         checks.floating("entries.pool", checks.pool("entries.pool", entries.pool, batch, width))
         rows = pool.rows(entries.pool)
-        checks.tile(rule.tile, rows, pool.paged(entries.pool))
+        checks.tile(rule.tile, entries.pool)
         if (chosen := entries.chosen) is not None:
             checks.shape("chosen.order", chosen.order, (batch, size, rows))
             checks.shape("chosen.low", chosen.low, (batch, size))

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 
 from hetero_kv.attention.pool import Pool
+from hetero_kv.kernels import checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +19,10 @@ class Rule:
     scale: float
     ratio: int = 0
     tile: int = 64
+
+    def __post_init__(self):
+        checks.count("rule.ratio", self.ratio, 0)
+        checks.count("rule.tile", self.tile)
 
 
 class Window(NamedTuple):
@@ -43,7 +48,7 @@ class Chosen(NamedTuple):
 class Entries(NamedTuple):
     """Compressed entries, those that close within the call among them."""
 
-    pool: Pool  # [L, R, N, c], or pages [L, P, e, c] with block tables
+    pool: Pool  # [L, R, N, c], or pages [L, P, e, c] with block tables; or bytes of these
     chosen: Chosen | None  # None: every visible entry
 
 

@@ -17,10 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from hetero_kv.attention.attend import MASKED
-from hetero_kv.attention.pool import Paged
-from hetero_kv.kernels import fetch_tpu, paging, tuning
+from hetero_kv.kernels import checks, fetch_tpu, paging, tuning
 from hetero_kv.kernels.chunk_attention.operands import Chosen, Entries, Operands, Rule
 from hetero_kv.kernels.fetch_tpu import Fetch, Geometry, sublanes
+from hetero_kv.packing import Packed
 
 LANES = 128
 ROWS = 1024  # queries x heads of a block, about: as many rows share each tile of keys
@@ -37,8 +37,8 @@ class Tiles:
     entries: int = 256
 
     def __post_init__(self):
-        if self.queries < 1 or self.entries < 8:
-            raise ValueError(f"tiles: {self} must be at least 1 query and 8 entries")
+        checks.count("tiles.queries", self.queries)
+        checks.count("tiles.entries", self.entries, 8)
 
 
 def key(operands: Operands) -> str:
@@ -60,8 +60,7 @@ def choose(operands: Operands) -> Tiles:
 def _geometry(entries: Entries, tiles: Tiles) -> Geometry:
     """Tiles of whole pages. Where queries have chosen, order keys are read in whole lanes: tiles
     that divide the capacity and are a multiple of 128, or everything at once."""
-    view = jax.eval_shape(lambda x: paging.view(x, tiles.entries), entries.pool)
-    found = Geometry.of(view, tiles.entries)
+    found = Geometry.of(entries.pool, tiles.entries)
     if entries.chosen is None:
         return found
     columns = found.columns
@@ -73,14 +72,16 @@ def _geometry(entries: Entries, tiles: Tiles) -> Geometry:
 
 def check(rule: Rule, operands: Operands, tiles: Tiles | None = None) -> None:
     """Raises NotImplementedError for what this kernel cannot take."""
+    checks.tiles(tiles, Tiles)
     tiles = tiles or choose(operands)
     _, size, heads, width = operands.q.shape
     dtypes = [operands.q.dtype]
+    if operands.window is not None and isinstance(operands.window.rows, Packed):
+        raise NotImplementedError(f"{_NAME}: packed rows of a window are for the reference")
     if operands.window is not None:
         dtypes.append(operands.window.rows.dtype)
     if (entries := operands.entries) is not None:
-        pool = entries.pool
-        dtypes.append(pool.pages.dtype if isinstance(pool, Paged) else pool.dtype)
+        dtypes += [] if paging.packing(entries.pool) else [paging.dtype(entries.pool)]
     for dtype in dtypes:
         if dtype not in (jnp.float32, jnp.bfloat16):
             raise NotImplementedError(f"{_NAME}: {dtype}; float32 and bfloat16 only")
@@ -136,11 +137,12 @@ def run(
     if (entries := operands.entries) is not None:
         plan.geometry = geometry = _geometry(entries, tiles)
         view = paging.view(entries.pool, tiles.entries)
-        arrays += [view.table[:, None], view.pages]
+        constants, blocks = geometry.constants()
+        arrays += [view.table[:, None], view.pages, *constants]
         table = pl.BlockSpec(
             (None, 1, view.table.shape[1]), lambda r, b, *_: (r, 0, 0), memory_space=pltpu.SMEM
         )
-        specs += [table, pl.BlockSpec(memory_space=pl.ANY)]
+        specs += [table, pl.BlockSpec(memory_space=pl.ANY), *blocks]
         scratch += geometry.scratch()
         plan.held = len(geometry.scratch())
         if entries.chosen is not None:
@@ -213,7 +215,10 @@ def _kernel(plan: _Plan, *refs) -> None:
     q = refs.pop(0)
     sinks = refs.pop(0) if plan.sinks else None
     ring, own = (refs.pop(0), refs.pop(0)) if plan.width else (None, None)
-    table, pages = (refs.pop(0), refs.pop(0)) if plan.geometry else (None, None)
+    table, pages = None, []
+    if plan.geometry:
+        held = 2 if plan.geometry.unpack else 1
+        table, pages = refs.pop(0), [refs.pop(0) for _ in range(held)]
     order, low, cut = (refs.pop(0) for _ in range(3)) if plan.chosen else (None,) * 3
     out, *state = (refs.pop(0) for _ in range(4))
     band, arrived = (refs.pop(0), refs.pop(0)) if plan.width else (None, None)

@@ -59,8 +59,7 @@ def sequence_attention(
     batch, tokens, _, channels = q.shape
     if kv is not None:
         checks.shape("kv", kv, (batch, tokens, channels))
-        if width < 1:
-            raise ValueError(f"a window has at least 1 token, got {width=}")
+        checks.count("width", width)
     if entries is not None:
         checks.shape("entries", entries, (batch, None, channels))
         more = -entries.shape[1] % rule.tile

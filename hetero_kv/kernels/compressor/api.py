@@ -51,7 +51,7 @@ def store(
         ValueError: shapes or dtypes that do not fit together.
         NotImplementedError: the named implementation cannot take these.
     """
-    _check(how, pool, norm, tail, raw, start, count)
+    _check(how, pool, layer, norm, tail, raw, start, count)
     arrays = (pool, jnp.asarray(layer, jnp.int32), norm, tail, raw, start, count)
     return dispatch.call("compressor store", _backends(how), implementation, *arrays)
 
@@ -75,10 +75,11 @@ def _backends(how: Pooling) -> dict[str, Backend]:
     }
 
 
-def _check(how, pool, norm, tail, raw, start, count) -> None:
+def _check(how, pool, layer, norm, tail, raw, start, count) -> None:
     pages = checks.as_read(pool.rows, pool.packing) if isinstance(pool, Packed) else pool
     pages = plan.pages(pages)
     rows = tail.shape[1]
+    checks.layer(layer)
     if pages.ndim != 4 or pages.shape[-1] != how.width or pages.dtype != jnp.dtype(how.dtype):
         raise ValueError(
             f"the pool must be {how.dtype}[L, P, e, {how.width}], got {pages.dtype}"

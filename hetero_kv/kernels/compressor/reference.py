@@ -17,6 +17,7 @@ from hetero_kv.attention.norm import rms_norm
 from hetero_kv.attention.pool import Pool
 from hetero_kv.attention.rope import Rope, rotate, table
 from hetero_kv.attention.when import when
+from hetero_kv.kernels import checks
 
 UNROLL = 16  # rows up to which pooling is unrolled; a sum over a non-minor axis is slow on CPUs
 
@@ -36,8 +37,8 @@ class Pooling:
     dtype: str
 
     def __post_init__(self):
-        if self.ratio < 2:
-            raise ValueError(f"a compression ratio is an integer >= 2, got {self.ratio}")
+        checks.count("ratio", self.ratio, 2)
+        checks.count("width", self.width)
         if self.rope.dim > self.width:
             raise ValueError(f"rope dim {self.rope.dim} exceeds the entry width {self.width}")
 

@@ -5,8 +5,7 @@ from typing import Any
 
 import jax
 
-from hetero_kv.attention import pool
-from hetero_kv.kernels import checks, dispatch
+from hetero_kv.kernels import checks, dispatch, unpack_tpu
 from hetero_kv.kernels.decode_attention import reference
 from hetero_kv.kernels.decode_attention.operands import Entries, Operands, Window
 
@@ -37,7 +36,8 @@ def decode_attention(
         q: [R, H, c] float32 or bfloat16, rotated.
         layer: i32[], which of the L stacked layers.
         window: the ring, [L, R, W, c], and what is seen of it. None: a layer without a window.
-        entries: the pool, and the entries to attend. None: a sliding layer.
+        entries: the pool, and the entries to attend. A quantised pool is read as it is stored, and
+            unpacked on the chip. None: a sliding layer.
         sinks: f32[H], logits without a value. None: there are none.
         scale: of logits.
         tile: entries that the reference attends at a time; the pool holds a whole number of them.
@@ -49,8 +49,7 @@ def decode_attention(
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
-        NotImplementedError: the named implementation cannot take them. Packed rows are among
-            this: the reference reads them, kernels take float32 and bfloat16.
+        NotImplementedError: the named implementation cannot take them: on a GPU, packed rows.
     """
     operands = checks.as_jax(Operands(q, sinks, layer, window, entries))
     _validate(operands, tile)
@@ -69,10 +68,17 @@ def _backends(scale: float, tile: int, tiles: Any) -> dict[str, dispatch.Backend
         "reference": dispatch.Backend(
             functools.partial(reference.run, scale=scale, tile=tile), packed=True
         ),
-        "pallas_tpu": dispatch.Backend(tpu, check),
+        "pallas_tpu": dispatch.Backend(tpu, check, _row_major, packed=True),
         "pallas_gpu": dispatch.Backend(gpu, functools.partial(pallas_gpu.check, tiles=tiles)),
-        "interpret": dispatch.Backend(functools.partial(tpu, interpret=interpret.tpu()), check),
+        "interpret": dispatch.Backend(
+            functools.partial(tpu, interpret=interpret.tpu()), check, packed=True
+        ),
     }
+
+
+def _row_major(operands: Operands) -> None:
+    if operands.entries is not None:
+        unpack_tpu.row_major("decode_attention", operands.entries.pool)
 
 
 def _validate(operands: Operands, tile: int) -> None:
@@ -81,6 +87,8 @@ def _validate(operands: Operands, tile: int) -> None:
     checks.shape("q", q, (None, None, None))
     batch, heads, width = q.shape
     checks.floating("q", q)
+    checks.layer(operands.layer)
+    checks.count("tile", tile)
     if operands.sinks is not None:
         checks.shape("sinks", operands.sinks, (heads,))
     if window is None and entries is None:
@@ -91,9 +99,9 @@ def _validate(operands: Operands, tile: int) -> None:
         checks.shape("window.stop", window.stop, (batch,), integer=True)
         checks.floating("window.rows", rows)
     if entries is not None:
-        checks.floating("entries.pool", checks.pool("entries.pool", entries.pool, batch, width))
+        checks.pool("entries.pool", entries.pool, batch, width)
         checks.shape("entries.visible", entries.visible, (batch,), integer=True)
         if entries.picked is not None:
             checks.shape("entries.picked", entries.picked, (batch, None), integer=True)
         else:
-            checks.tile(tile, pool.rows(entries.pool), pool.paged(entries.pool))
+            checks.tile(tile, entries.pool)

@@ -22,7 +22,7 @@ class Window(NamedTuple):
 class Entries(NamedTuple):
     """Compressed entries: the first `visible` of each sequence, or those that were picked."""
 
-    pool: Pool  # [L, R, N, c], or pages [L, P, e, c] with block tables
+    pool: Pool  # [L, R, N, c], or pages [L, P, e, c] with block tables; or bytes of these
     visible: jax.Array  # i32[R], entries that exist
     picked: jax.Array | None  # i32[R, k], entries to attend; negative: none. None: all visible
 

@@ -14,11 +14,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from hetero_kv.attention.attend import MASKED
-from hetero_kv.attention.pool import Paged
-from hetero_kv.kernels import fetch_tpu, paging, tuning
+from hetero_kv.kernels import checks, fetch_tpu, paging, tuning
 from hetero_kv.kernels.decode_attention.operands import Entries, Operands
 from hetero_kv.kernels.decode_attention.picks_tpu import PickFetch, Picks
 from hetero_kv.kernels.fetch_tpu import Fetch, Geometry
+from hetero_kv.packing import Packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +29,10 @@ class Tiles:
     picks: int = 128
 
     def __post_init__(self):
+        checks.counts("tiles", self, 8)
         for name, value in dataclasses.asdict(self).items():
-            if value < 8 or value & (value - 1):
-                raise ValueError(f"tiles: {name}={value} must be a power of two, 8 or more")
+            if value & (value - 1):
+                raise ValueError(f"tiles.{name}={value} must be a power of two")
 
 
 def key(operands: Operands) -> str:
@@ -53,14 +54,19 @@ def _dtypes(operands: Operands) -> list:
     if operands.window is not None:
         found.append(operands.window.rows.dtype)
     if operands.entries is not None:
-        pool = operands.entries.pool
-        found.append(pool.pages.dtype if isinstance(pool, Paged) else pool.dtype)
+        found.append(paging.dtype(operands.entries.pool))
     return found
 
 
 def check(operands: Operands, tiles: Tiles | None = None) -> None:
     """Raises NotImplementedError for what this kernel cannot take."""
-    for dtype in _dtypes(operands):
+    checks.tiles(tiles, Tiles)
+    if operands.window is not None and isinstance(operands.window.rows, Packed):
+        raise NotImplementedError(
+            "decode_attention/pallas_tpu: packed rows of a window are for the reference"
+        )
+    packed = operands.entries is not None and paging.packing(operands.entries.pool)
+    for dtype in _dtypes(operands)[: -1 if packed else None]:
         if dtype not in (jnp.float32, jnp.bfloat16):
             raise NotImplementedError(
                 f"decode_attention/pallas_tpu: {dtype}; float32 and bfloat16 only"
@@ -73,8 +79,7 @@ def check(operands: Operands, tiles: Tiles | None = None) -> None:
 def _source(entries: Entries | None, tiles: Tiles) -> Picks | Geometry | None:
     if entries is None:
         return None
-    view = jax.eval_shape(lambda x: paging.view(x, tiles.entries), entries.pool)
-    geometry = Geometry.of(view, tiles.entries)
+    geometry = Geometry.of(entries.pool, tiles.entries)
     if entries.picked is None:
         return geometry
     wanted = entries.picked.shape[1]
@@ -102,8 +107,11 @@ def run(
     if (entries := operands.entries) is not None:
         view = paging.view(entries.pool, tiles.entries)
         scalars.append(jnp.minimum(entries.visible, view.capacity))
-        arrays += [view.table[:, None], view.pages]
+        geometry = source.geometry if isinstance(source, Picks) else source
+        constants, blocks = geometry.constants()
+        arrays += [view.table[:, None], view.pages, *constants]
         specs += [fetch_tpu.table_spec(view.table.shape[1]), pl.BlockSpec(memory_space=pl.ANY)]
+        specs += blocks
     if isinstance(source, Picks):
         pad = source.tiles * source.many - entries.picked.shape[1]
         picked = jnp.pad(entries.picked, ((0, 0), (0, pad)), constant_values=-1)
@@ -143,7 +151,10 @@ def _kernel(
     else:
         state = jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape, jnp.float32)
     window = refs.pop(0) if has_window else None
-    table, pages = (refs.pop(0), refs.pop(0)) if source else (None, None)
+    table, pages = None, []
+    if source:
+        geometry = source.geometry if isinstance(source, Picks) else source
+        table, pages = refs.pop(0), [refs.pop(0) for _ in range(2 if geometry.unpack else 1)]
     picked, lanes = (refs.pop(0), refs.pop(0)) if isinstance(source, Picks) else (None, None)
     out, acc, *scratch = refs
     acc[...] = jnp.zeros_like(acc)

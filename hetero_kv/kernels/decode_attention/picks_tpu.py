@@ -38,7 +38,7 @@ class Picks:
         return [
             pltpu.VMEM(shape, self.geometry.dtype),
             pltpu.SemaphoreType.DMA((2,)),
-            pltpu.VMEM((self.many, self.geometry.width), jnp.float32),
+            pltpu.VMEM((self.many, self.geometry.width), self.geometry.wide),
         ]
 
 
@@ -47,7 +47,8 @@ class PickFetch:
 
     def __init__(self, picks, layer, table, pages, picked, buffer, semaphores, rows):
         self.picks, self.layer = picks, layer
-        self.table, self.pages, self.picked = table, pages, picked
+        self.table, (self.pages, *constants), self.picked = table, pages, picked
+        self._matrix = constants[0] if constants else None
         self.buffer, self.semaphores, self._rows = buffer, semaphores, rows
 
     def start(self, t: jax.Array) -> None:
@@ -79,7 +80,7 @@ class PickFetch:
 
                 @pl.when((index >= 0) & ~found)
                 def _():
-                    target[...] = jnp.full(target.shape, jnp.nan, target.dtype)
+                    target[...] = jnp.full(target.shape, picks.geometry.nothing, target.dtype)
 
             return 0
 
@@ -87,16 +88,17 @@ class PickFetch:
 
     def rows(self, t: jax.Array) -> jax.Array:
         """f32[many, c] of tile t; zero where there is none."""
-        group, slot = self.picks.group, jax.lax.rem(t, 2)
+        group, slot, wide = self.picks.group, jax.lax.rem(t, 2), self.picks.geometry.wide
         place = jax.lax.broadcasted_iota(jnp.int32, (group, 1), 0)
 
         def body(j: jax.Array, _: int) -> int:
             index = self.picked[0, t * self.picks.many + j]
             wanted = jnp.where(index >= 0, jax.lax.rem(index, group), -1)
             # The other rows of the group are zeroed and the group is added up: exact.
-            rows = jnp.where(place == wanted, self.buffer[slot, j].astype(jnp.float32), 0.0)
+            own = self.buffer[slot, j].astype(wide)
+            rows = jnp.where(place == wanted, own, jnp.zeros_like(own))
             self._rows[pl.ds(j, 1), :] = jnp.sum(rows, axis=0, keepdims=True)
             return 0
 
         jax.lax.fori_loop(0, self.picks.many, body, 0)
-        return self._rows[...]
+        return self.picks.geometry.floats(self._rows[...], self._matrix)

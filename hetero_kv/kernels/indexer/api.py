@@ -6,9 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hetero_kv.attention import pool
 from hetero_kv.attention.pool import Pool
-from hetero_kv.kernels import checks, dispatch
+from hetero_kv.kernels import checks, dispatch, unpack_tpu
 from hetero_kv.kernels.indexer import reference
 from hetero_kv.kernels.indexer.operands import Operands
 
@@ -35,7 +34,8 @@ def select(
     Args:
         q: [R, heads, dim] float32 or bfloat16, rotated.
         weights: f32[R, heads], scaled; may be negative.
-        keys: the pool of index keys; those that are not visible may hold anything.
+        keys: the pool of index keys; those that are not visible may hold anything. Quantised ones
+            are read as they are stored, and unpacked on the chip.
         layer: i32[], which of the L stacked layers.
         visible: i32[R], entries that each query sees, the first ones of its sequence.
         k: entries to pick.
@@ -49,8 +49,7 @@ def select(
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
-        NotImplementedError: the named implementation cannot take them. Packed rows are among
-            this: the reference reads them, kernels take float32 and bfloat16.
+        NotImplementedError: the named implementation cannot take them: on a GPU, packed keys.
     """
     operands = checks.as_jax(Operands(q, weights, layer, keys, visible))
     _validate(operands, k, tile)
@@ -68,10 +67,16 @@ def _backends(k: int, tile: int, tiles: Any) -> dict[str, dispatch.Backend]:
         "reference": dispatch.Backend(
             functools.partial(reference.run, k=k, tile=tile), packed=True
         ),
-        "pallas_tpu": dispatch.Backend(tpu, check),
+        "pallas_tpu": dispatch.Backend(tpu, check, _row_major, packed=True),
         "pallas_gpu": dispatch.Backend(gpu, functools.partial(pallas_gpu.check, tiles=tiles)),
-        "interpret": dispatch.Backend(functools.partial(tpu, interpret=interpret.tpu()), check),
+        "interpret": dispatch.Backend(
+            functools.partial(tpu, interpret=interpret.tpu()), check, packed=True
+        ),
     }
+
+
+def _row_major(operands: Operands) -> None:
+    unpack_tpu.row_major("indexer", operands.keys)
 
 
 def _validate(operands: Operands, k: int, tile: int) -> None:
@@ -80,11 +85,10 @@ def _validate(operands: Operands, k: int, tile: int) -> None:
     batch, heads, dim = operands.q.shape
     checks.shape("weights", operands.weights, (batch, heads))
     checks.shape("visible", operands.visible, (batch,), integer=True)
-    rows = checks.pool("keys", operands.keys, batch, dim)
-    checks.tile(tile, pool.rows(operands.keys), pool.paged(operands.keys))
-    for name, array in (("q", operands.q), ("weights", operands.weights), ("keys", rows)):
-        checks.floating(name, array)
+    checks.floating("keys", checks.pool("keys", operands.keys, batch, dim))
+    checks.tile(tile, operands.keys)
+    checks.floating("q", operands.q)
     if operands.weights.dtype != jnp.float32:
         raise ValueError(f"weights must be float32, got {operands.weights.dtype}")
-    if k < 1:
-        raise ValueError(f"{k=} must be at least 1")
+    checks.count("k", k)
+    checks.layer(operands.layer)

@@ -1,12 +1,13 @@
 """The indexer for Mosaic GPU (Hopper and later): a block picks the top k of a chunk of entries.
 
-Index keys are streamed by TMA and scored on tensor cores; the scores of a chunk stay in shared
+Index keys are streamed by TMA and scored, see `scores_gpu`; the scores of a chunk stay in shared
 memory, where its top k is found by bisection, ties cut at an index. What leaves a block are the at
 most k candidates of its chunk, of which XLA takes the top k again.
 """
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -14,12 +15,17 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from hetero_kv.attention.pool import Paged
-from hetero_kv.kernels import hopper, paging, tuning
+from hetero_kv.kernels import checks, hopper, paging, tuning
 from hetero_kv.kernels.hopper import GROUP, ROWS
+from hetero_kv.kernels.indexer import scores_gpu
 from hetero_kv.kernels.indexer.operands import Operands
 
 STAGES = 2
+TYPES = [  # of queries and keys
+    (jnp.float32, jnp.float32),
+    (jnp.float32, jnp.bfloat16),
+    (jnp.bfloat16, jnp.bfloat16),
+]
 HIDDEN = -(2**31)  # order key of an entry that is not visible
 
 
@@ -30,15 +36,17 @@ class Tiles:
     chunk: int = 2048
 
     def __post_init__(self):
-        if self.chunk < 128 or self.chunk & (self.chunk - 1) or self.chunk > 16384:
-            raise ValueError(f"tiles: chunk={self.chunk} must be a power of two from 128 to 16384")
+        checks.counts("tiles", self, 128)
+        if self.chunk & (self.chunk - 1) or self.chunk > 16384:
+            raise ValueError(f"tiles.chunk={self.chunk} must be a power of two up to 16384")
 
 
 def key(operands: Operands, k: int) -> str:
     """The bucket of these shapes in the tuning table."""
     batch, heads, dim = operands.q.shape
     capacity = jax.eval_shape(lambda x: paging.view(x, ROWS), operands.keys).capacity
-    return tuning.bucket(batch=batch, heads=heads, dim=dim, k=k, entries=capacity)
+    dtype = str(operands.q.dtype)
+    return tuning.bucket(batch=batch, heads=heads, dim=dim, k=k, entries=capacity, dtype=dtype)
 
 
 def choose(operands: Operands, k: int) -> Tiles:
@@ -50,12 +58,12 @@ def choose(operands: Operands, k: int) -> Tiles:
 
 def check(operands: Operands, tiles: Tiles | None = None) -> None:
     """Raises NotImplementedError for what this kernel cannot take."""
-    keys = operands.keys
-    dtype = keys.pages.dtype if isinstance(keys, Paged) else keys.dtype
-    if operands.q.dtype != jnp.bfloat16 or dtype != jnp.bfloat16:
+    checks.tiles(tiles, Tiles)
+    keys, dtype = operands.keys, paging.dtype(operands.keys)
+    if (operands.q.dtype, dtype) not in TYPES:
         raise NotImplementedError(
-            f"indexer/pallas_gpu: queries of {operands.q.dtype}, keys of {dtype}; bfloat16 only, "
-            "since tensor cores round float32 to 10 bits"
+            f"indexer/pallas_gpu: queries of {operands.q.dtype}, keys of {dtype}; float32 queries "
+            "of float32 or bfloat16 keys, or both bfloat16"
         )
     _, heads, dim = operands.q.shape
     if dim % 64 or dim > 256 or heads > 256:
@@ -64,11 +72,18 @@ def check(operands: Operands, tiles: Tiles | None = None) -> None:
             "to 256"
         )
     page = jax.eval_shape(lambda x: paging.view(x, ROWS), keys).entries
-    copy = min(page, ROWS)
-    if copy % GROUP or ROWS % copy or page % copy:
+    exact = operands.q.dtype == jnp.float32
+    if math.gcd(page, ROWS) % (1 if exact else GROUP):
         raise NotImplementedError(
             f"indexer/pallas_gpu: pages of {page} entries are not made of equal groups of {GROUP} "
             f"to {ROWS}"
+        )
+    chunk = (tiles or Tiles()).chunk
+    need = 8 * chunk + dim * (heads * operands.q.dtype.itemsize + STAGES * ROWS * dtype.itemsize)
+    if need > hopper.SHARED:
+        raise NotImplementedError(
+            f"indexer/pallas_gpu: {heads} heads of {dim} in {operands.q.dtype} and chunks of "
+            f"{chunk} need {need} bytes of shared memory, of {hopper.SHARED}"
         )
 
 
@@ -78,6 +93,8 @@ class _Plan:
     k: int  # candidates of a chunk
     chunk: int
     copy: int  # rows of one TMA copy
+    exact: bool  # float32 queries
+    keys: Any  # dtype of keys
 
 
 def run(
@@ -90,7 +107,12 @@ def run(
     visible = jnp.minimum(operands.visible, view.capacity)
     chunks = -(-view.capacity // tiles.chunk)
     plan = _Plan(
-        -(-heads // GROUP) * GROUP, min(k, tiles.chunk), tiles.chunk, min(view.entries, ROWS)
+        -(-heads // GROUP) * GROUP,
+        min(k, tiles.chunk),
+        tiles.chunk,
+        math.gcd(view.entries, ROWS),
+        operands.q.dtype == jnp.float32,
+        view.pages.dtype,
     )
     pad = plan.heads - heads
     q = jnp.pad(operands.q, ((0, 0), (0, pad), (0, 0)))
@@ -104,6 +126,7 @@ def run(
         ),
         grid=(batch, chunks),
         grid_names=("row", "chunk"),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )
     layer = jnp.asarray(operands.layer, jnp.int32).reshape(1)
@@ -137,10 +160,11 @@ def _places(
 
 
 def _kernel(plan: _Plan, dim: int, *refs: Any) -> None:
+    of_queries, of_keys = (plan.heads, dim), (STAGES, ROWS, dim)
     pl.run_scoped(
         functools.partial(_body, plan, refs),
-        hopper.swizzled(plan.heads, dim),
-        hopper.swizzled(STAGES, ROWS, dim),
+        plgpu.SMEM(of_queries, jnp.float32) if plan.exact else hopper.swizzled(*of_queries),
+        plgpu.SMEM(of_keys, plan.keys) if plan.exact else hopper.swizzled(*of_keys),
         plgpu.SMEM((plan.chunk,), jnp.float32),
         plgpu.SMEM((plan.chunk,), jnp.int32),
         plgpu.Barrier(),
@@ -159,7 +183,7 @@ def _body(plan, refs, q, keys, scores, flags, arrived, full) -> None:
         slot, many = jax.lax.rem(t, STAGES), ROWS // plan.copy
         for j in range(many):
             at = jax.lax.div(base, plan.copy) + t * many + j
-            first = pl.multiple_of(places[row, at, 1], GROUP)
+            first = pl.multiple_of(places[row, at, 1], plan.copy)
             source = pages.at[layer[0], places[row, at, 0], pl.ds(first, plan.copy), :]
             target = keys.at[slot, pl.ds(j * plan.copy, plan.copy), :]
             plgpu.copy_gmem_to_smem(source, target, full.at[slot])
@@ -169,9 +193,8 @@ def _body(plan, refs, q, keys, scores, flags, arrived, full) -> None:
         plgpu.copy_gmem_to_smem(q_all.at[row], q, arrived)
         fetch(jnp.int32(0))
         plgpu.barrier_wait(arrived)
-        across = plgpu.Layout.WGMMA.reduce(0)
-        weight = hopper.load(weights.at[row], across)
-        weight = jax.lax.broadcast_in_dim(weight, (ROWS, plan.heads), [1])
+        score = scores_gpu.on_cuda_cores if plan.exact else scores_gpu.on_tensor_cores
+        score = score(q, weights.at[row])
 
         @pl.loop(0, tiles)
         def _(t):
@@ -183,13 +206,10 @@ def _body(plan, refs, q, keys, scores, flags, arrived, full) -> None:
 
             plgpu.barrier_wait(full.at[slot])
 
-            def product(acc):
-                plgpu.wgmma(acc, keys.at[slot], q.transpose((1, 0)))
-                return acc[...]
-
-            dots = pl.run_scoped(product, plgpu.ACC((ROWS, plan.heads), jnp.float32))
             first = pl.multiple_of(t * ROWS, ROWS)
-            scores[pl.ds(first, ROWS)] = jnp.sum(jnp.maximum(dots, 0.0) * weight, axis=1)
+            scores[pl.ds(first, ROWS)] = score(keys.at[slot])
+            if plan.exact:
+                plgpu.commit_smem()  # loads are over before a copy may write there
 
     plgpu.commit_smem()
     flags[...] = _chosen(plan, scores, here)

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from hetero_kv.attention.pool import Paged
-from hetero_kv.kernels import fetch_tpu, paging, tuning
+from hetero_kv.kernels import checks, fetch_tpu, paging, tuning
 from hetero_kv.kernels.fetch_tpu import Fetch, Geometry
 from hetero_kv.kernels.indexer import topk_tpu
 from hetero_kv.kernels.indexer.operands import Operands
@@ -30,14 +29,15 @@ class Tiles:
     entries: int = 1024
 
     def __post_init__(self):
-        if self.entries < LANES or self.entries & (self.entries - 1):
-            raise ValueError(f"tiles: entries={self.entries} must be a power of two, 128 or more")
+        checks.counts("tiles", self, LANES)
+        if self.entries & (self.entries - 1):
+            raise ValueError(f"tiles.entries={self.entries} must be a power of two")
 
 
 def key(operands: Operands) -> str:
     """The bucket of these shapes in the tuning table."""
     _, heads, dim = operands.q.shape
-    return tuning.bucket(heads=heads, dim=dim, dtype=jnp.dtype(_dtype(operands)).name)
+    return tuning.bucket(heads=heads, dim=dim, dtype=paging.dtype(operands.keys).name)
 
 
 def choose(operands: Operands) -> Tiles:
@@ -48,23 +48,19 @@ def choose(operands: Operands) -> Tiles:
     return tuning.pick("indexer/pallas_tpu", "tpu", key(operands), Tiles(entries))
 
 
-def _dtype(operands: Operands) -> Any:
-    return operands.keys.pages.dtype if isinstance(operands.keys, Paged) else operands.keys.dtype
-
-
 def _geometry(operands: Operands, tiles: Tiles) -> tuple[Geometry, int]:
     """Of the pages, in tiles that are whole rows of 128 entries; and the pool's capacity."""
-    view = jax.eval_shape(lambda x: paging.view(x, tiles.entries), operands.keys)
+    geometry = Geometry.of(operands.keys, tiles.entries)
     # A tile may have more pages than a table has columns: those are not there.
-    geometry = dataclasses.replace(
-        Geometry.of(view, tiles.entries), many=max(1, tiles.entries // view.entries)
-    )
-    return geometry, view.capacity
+    many = max(1, tiles.entries // geometry.entries)
+    return dataclasses.replace(geometry, many=many), geometry.columns * geometry.entries
 
 
 def check(operands: Operands, tiles: Tiles | None = None) -> None:
     """Raises NotImplementedError for what this kernel cannot take."""
-    for dtype in (operands.q.dtype, _dtype(operands)):
+    checks.tiles(tiles, Tiles)
+    packed = paging.packing(operands.keys) is not None
+    for dtype in (operands.q.dtype, *(() if packed else (paging.dtype(operands.keys),))):
         if dtype not in (jnp.float32, jnp.bfloat16):
             raise NotImplementedError(f"indexer/pallas_tpu: {dtype}; float32 and bfloat16 only")
     geometry, capacity = _geometry(operands, tiles or choose(operands))
@@ -92,6 +88,7 @@ def run(
         jnp.asarray(operands.layer, jnp.int32).reshape(1),
         jnp.minimum(operands.visible, capacity),
     ]
+    constants, blocks = geometry.constants()
     lines = -(-k // LANES)
     entries = -(-capacity // geometry.size) * geometry.size
     order_keys = pltpu.VMEM((-(-entries // LANES // BLOCK) * BLOCK, LANES), jnp.int32)
@@ -105,6 +102,7 @@ def run(
                 pl.BlockSpec((None, heads, 1), lambda r, *_: (r, 0, 0)),
                 fetch_tpu.table_spec(view.table.shape[1]),
                 pl.BlockSpec(memory_space=pl.ANY),
+                *blocks,
             ],
             out_specs=pl.BlockSpec((None, lines, LANES), lambda r, *_: (r, 0, 0)),
             scratch_shapes=[order_keys, *geometry.scratch()],
@@ -119,6 +117,7 @@ def run(
         operands.weights.astype(jnp.float32)[..., None],
         view.table[:, None],
         view.pages,
+        *constants,
     )
     return out.reshape(rows, -1)[:, :k]
 
@@ -132,11 +131,10 @@ def _kernel(
     q: Any,
     weights: Any,
     table: Any,
-    pages: Any,
-    out: Any,
-    order_keys: Any,
-    *scratch: Any,
+    *refs: Any,
 ) -> None:
+    held = 2 if geometry.unpack else 1
+    pages, (out, order_keys, *scratch) = refs[:held], refs[held:]
     visible = visible[pl.program_id(0)]
     fetch = Fetch(geometry, layer[0], visible, table, pages, *scratch)
     step = geometry.size // LANES

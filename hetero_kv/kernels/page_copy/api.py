@@ -199,4 +199,7 @@ def _flat(pages: jax.Array) -> jax.Array:
 
 
 def _salt(salt: int | jax.Array) -> jax.Array:
+    """Raises ValueError for what is no integer scalar: a cast would cut it."""
+    if np.shape(salt) != () or not jnp.issubdtype(jnp.result_type(salt), jnp.integer):
+        raise ValueError(f"salt must be an integer scalar, got {salt!r}")
     return jnp.asarray(salt, jnp.uint32)

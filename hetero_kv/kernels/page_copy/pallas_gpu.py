@@ -49,8 +49,10 @@ def _lanes(values: int) -> int:
 
 def check(pages: jax.Array, *_: Any) -> None:
     """Raises NotImplementedError for what the kernels cannot take."""
-    if pages.dtype not in (jnp.float32, jnp.bfloat16):
-        raise NotImplementedError(f"pages of {pages.dtype}; float32 and bfloat16 can be copied")
+    if pages.dtype not in (jnp.float32, jnp.bfloat16, jnp.uint8):
+        raise NotImplementedError(
+            f"pages of {pages.dtype}; float32, bfloat16 and uint8 can be copied"
+        )
     if not tiles(pages).values:
         raise NotImplementedError(
             f"pages of {pages.shape[2]} x {pages.shape[3]} values do not divide into tiles of a "

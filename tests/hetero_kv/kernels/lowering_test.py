@@ -11,6 +11,7 @@ from hetero_kv.attention.pool import Paged
 from hetero_kv.kernels.decode_attention.api import decode_attention
 from hetero_kv.kernels.decode_attention.operands import Entries, Window
 from hetero_kv.kernels.indexer.api import select
+from hetero_kv.packing import Packed, Packing
 from tests.hetero_kv.kernels import strict
 
 BATCH, LAYERS = 4, 2
@@ -29,7 +30,9 @@ def _shape(*sizes: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def _pool(entries: int, page: int, width: int, dtype, paged: bool):
+def _pool(entries: int, page: int, width: int, dtype, paged: bool, packing=None):
+    if packing:
+        return Packed(_pool(entries, page, packing.bytes, jnp.uint8, paged), packing)
     if not paged:
         return _shape(LAYERS, BATCH, entries, width, dtype=dtype)
     table = _shape(BATCH, entries // page)
@@ -37,14 +40,14 @@ def _pool(entries: int, page: int, width: int, dtype, paged: bool):
     return Paged(pages, table, table)
 
 
-def _attention(size: dict, dtype, ratio: int, paged: bool):
+def _attention(size: dict, dtype, ratio: int, paged: bool, packing: Packing | None = None):
     page = max(1, size["page"] * 4 // ratio) if ratio else 0
     q = _shape(BATCH, size["heads"], size["width"], dtype=dtype)
     ring = _shape(LAYERS, BATCH, size["window"], size["width"], dtype=dtype)
     window = Window(ring, _shape(BATCH), _shape(BATCH))
     entries = None
     if ratio:
-        pool = _pool(size["tokens"] // ratio, page, size["width"], dtype, paged)
+        pool = _pool(size["tokens"] // ratio, page, size["width"], dtype, paged, packing)
         picked = _shape(BATCH, size["k"]) if ratio == 4 else None
         entries = Entries(pool, _shape(BATCH), picked)
     return q, _shape(size["heads"], dtype=jnp.float32), _shape(), window, entries
@@ -75,19 +78,18 @@ def _picks(implementation: str, k: int):
     return run
 
 
-def _index(size: dict, dtype, paged: bool):
+def _index(size: dict, dtype, paged: bool, packing: Packing | None = None):
     heads, dim = size["index_heads"], size["index_dim"]
     return (
         _shape(BATCH, heads, dim, dtype=dtype),
         _shape(BATCH, heads, dtype=jnp.float32),
-        _pool(size["tokens"] // 4, size["page"], dim, dtype, paged),
+        _pool(size["tokens"] // 4, size["page"], dim, dtype, paged, packing),
         _shape(),
         _shape(BATCH),
     )
 
 
-# Mosaic GPU takes bfloat16 only.
-CELLS = [("tpu", jnp.float32), ("tpu", jnp.bfloat16), ("cuda", jnp.bfloat16)]
+CELLS = [(platform, dtype) for platform in KERNEL for dtype in (jnp.float32, jnp.bfloat16)]
 NAMES = [f"{platform}-{jnp.dtype(dtype).name}" for platform, dtype in CELLS]
 
 
@@ -116,6 +118,41 @@ def test_the_indexer_is_one_kernel_and_writes_no_scores(platform, dtype, size) -
         assert strict.kernels_in(text, platform) == 1
         if size != "tiny":
             assert strict.largest(text) < BATCH * (sizes["tokens"] // 4) * 4  # f32[R, N]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("size", SIZES)
+def test_quantised_rows_are_unpacked_within_the_kernel(dtype, size) -> None:
+    sizes = SIZES[size]
+    rows = Packing("fp8_rope", sizes["width"], rope=sizes["width"] // 8, group=sizes["width"] // 64)
+    if size != "tiny":
+        rows = Packing("fp8_rope", 512, rope=64)
+    for ratio, paged in ((128, True), (4, True), (4, False)):
+        arguments = _attention(sizes, dtype, ratio, paged, rows)
+        text = strict.lowered(_attend("pallas_tpu"), "tpu", *arguments)
+        assert strict.kernels_in(text, "tpu") == 1
+        # Nothing is unpacked, or copied, outside.
+        most = BATCH * sizes["heads"] * sizes["width"] * 4 + BATCH * sizes["tokens"]
+        assert strict.largest(text) <= most
+    keys = Packing("fp4", sizes["index_dim"])
+    text = strict.lowered(
+        _picks("pallas_tpu", sizes["k"]), "tpu", *_index(sizes, dtype, True, keys)
+    )
+    assert strict.kernels_in(text, "tpu") == 1
+    assert strict.largest(text) <= most
+
+
+def test_auto_unpacks_rows_that_are_whole_lanes_only() -> None:
+    for align, kernels in ((0, 0), (128, 1)):
+        rows, keys = (
+            Packing("fp8_rope", 512, rope=64, align=align),
+            Packing("fp4", 128, align=align),
+        )
+        for run, arguments in (
+            (_attend("auto"), _attention(FLASH, jnp.bfloat16, 128, True, rows)),
+            (_picks("auto", 512), _index(FLASH, jnp.bfloat16, True, keys)),
+        ):
+            assert strict.kernels_in(strict.lowered(run, "tpu", *arguments), "tpu") == kernels
 
 
 def test_the_reference_does_write_scores() -> None:

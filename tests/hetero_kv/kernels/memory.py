@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+VIEWS = ("reshape", "new_ref", "ref", "freeze")
 ON_CHIP = ("pallas_call", "mpmd_map", "core_map", "run_scoped")  # what is inside stays on the chip
 
 
@@ -14,7 +15,7 @@ def arrays(run: Callable, *args: Any) -> list[tuple[int, ...]]:
     """Shapes of every array that `run(*args)` makes, those within kernels left out.
 
     args: arrays, or `jax.ShapeDtypeStruct`. An output that has the memory of an input (a pool that
-    a kernel updates in place) is not made anew and not in the list.
+    a kernel updates in place, also through a reference) is not made anew and not in the list.
     """
     return [tuple(shape) for shape in _made(jax.make_jaxpr(run)(*args).jaxpr)]
 
@@ -33,7 +34,7 @@ def _made(jaxpr: core.Jaxpr) -> Iterator[tuple[int, ...]]:
         if name == "pallas_call":
             in_place = {out for _, out in equation.params["input_output_aliases"]}
             outs = [x for i, x in enumerate(outs) if i not in in_place]
-        if not inner and name != "reshape":  # a view
+        if not inner and name not in VIEWS:
             yield from (x.aval.shape for x in outs if hasattr(x.aval, "shape"))
 
 

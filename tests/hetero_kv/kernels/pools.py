@@ -1,8 +1,14 @@
-"""Pools of pages for kernel tests: permuted, shared, and poisoned wherever nobody may read."""
+"""Pools of pages for kernel tests: permuted, shared, and poisoned wherever nobody may read.
 
-from typing import NamedTuple
+What nobody may read is NaN, also where rows are quantised: bytes that are all ones.
+"""
 
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 import numpy as np
+
+from hetero_kv.packing import Packed, Packing
 
 
 class Pages(NamedTuple):
@@ -11,6 +17,24 @@ class Pages(NamedTuple):
     pages: np.ndarray
     table: np.ndarray
     layer: np.int32
+
+
+def poison(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array that reads as NaN."""
+    return np.full(shape, 255 if dtype == np.uint8 else np.nan, np.float32).astype(dtype)
+
+
+def quantised(packing: Packing | None, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as they are stored, and as they are read."""
+    if packing is None:
+        return rows, rows
+    stored = packing.pack(jnp.asarray(rows, jnp.float32))
+    return np.asarray(stored), np.asarray(packing.unpack(stored), np.float32)
+
+
+def packed(packing: Packing | None, pool: Any) -> Any:
+    """The operand of an op."""
+    return pool if packing is None else Packed(pool, packing)
 
 
 def paged(
@@ -34,7 +58,7 @@ def paged(
     total = batch * columns + spare
     ids = rng.permutation(total)[: batch * columns].reshape(batch, columns)
     ids[:, :shared] = ids[0, :shared]
-    pages = np.full((layers, total, entries, width), np.nan, np.float32).astype(rows.dtype)
+    pages = poison((layers, total, entries, width), rows.dtype)
     layer = int(rng.integers(layers))
     table = np.full((batch, columns), total, np.int32)
     for r in range(batch):

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from hetero_kv.kernels import dispatch, interpret, tuning
+from hetero_kv.kernels import dispatch, interpret, platform, tuning
 from tests.hetero_kv.kernels import strict
 
 
@@ -63,6 +63,26 @@ def test_names_that_do_not_exist() -> None:
         _call(jnp.ones((8, 128)), "fast")
     with pytest.raises(NotImplementedError, match="pallas_gpu"):
         _call(jnp.ones((8, 128)), "pallas_gpu")
+
+
+def test_a_kernel_on_another_platform_says_so() -> None:
+    x = jnp.ones((8, 128))
+    for run in (_call, jax.jit(_call, static_argnums=1)):
+        with pytest.raises(NotImplementedError, match=r"double/pallas_tpu .* for 'cpu'"):
+            run(x, "pallas_tpu")
+    with pytest.raises(NotImplementedError, match="lowered for 'cuda'"):
+        strict.lowered(lambda x: _call(x, "pallas_tpu"), "cuda", x)
+    assert strict.kernels_in(strict.lowered(lambda x: _call(x, "pallas_tpu"), "tpu", x), "tpu") == 1
+
+
+def test_the_mark_of_a_platform_is_the_identity_under_transformations() -> None:
+    def run(x: jax.Array) -> jax.Array:
+        return platform.only_on("tpu", "op", (x,))[0] * 2
+
+    transformed = jax.vmap(jax.grad(lambda x: jnp.sum(run(x) ** 2)))
+    assert "stablehlo" in strict.lowered(transformed, "tpu", jnp.ones((3, 2)))
+    text = str(jax.make_jaxpr(transformed)(jnp.ones((3, 2))))
+    assert "only_on" in text
 
 
 def test_the_strict_interpreter_finds_what_it_should() -> None:

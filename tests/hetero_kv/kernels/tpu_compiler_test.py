@@ -19,6 +19,7 @@ from hetero_kv.attention.rope import Rope
 from hetero_kv.kernels.compressor import api as compressor
 from hetero_kv.kernels.compressor.reference import Pooling
 from hetero_kv.kernels.page_copy import api as page_copy
+from hetero_kv.packing import Packing
 from tests.hetero_kv.kernels import lowering_test as lowering
 from tests.hetero_kv.kernels.chunk_attention import chunk_attention_test as chunk
 
@@ -111,3 +112,18 @@ def test_a_decode_step_allocates_next_to_nothing(size: str, dtype: Any, topology
         arguments = lowering._index(sizes, dtype, paged)
         run = lowering._picks("pallas_tpu", sizes["k"])
         assert compiled(run, *arguments, topology=topology).temp_size_in_bytes < 1 << 20
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
+@pytest.mark.parametrize("size", ["flash", "pro"])
+def test_quantised_rows_are_unpacked_on_the_chip(size: str, topology: str) -> None:
+    sizes, dtype = lowering.SIZES[size], jnp.bfloat16
+    rows = Packing("fp8_rope", 512, rope=64, align=128)
+    keys = Packing("fp4", 128, align=128)
+    for ratio, paged in ((128, True), (4, True), (4, False)):
+        arguments = lowering._attention(sizes, dtype, ratio, paged, rows)
+        memory = compiled(lowering._attend("pallas_tpu"), *arguments, topology=topology)
+        assert memory.temp_size_in_bytes < 1 << 20
+    arguments = lowering._index(sizes, dtype, True, keys)
+    run = lowering._picks("pallas_tpu", sizes["k"])
+    assert compiled(run, *arguments, topology=topology).temp_size_in_bytes < 1 << 20

@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import types
 
 import hypothesis.strategies as st
 import jax.numpy as jnp
@@ -13,6 +14,9 @@ import pytest
 from hypothesis import given
 
 from hetero_kv.contract import CacheSpec, Segment
+from hetero_kv.kernels import regime as kernel_regime
+from hetero_kv.kernels import tuning as kernel_tuning
+from hetero_kv.prefix import identity as identity_module
 from hetero_kv.prefix.encoding import digest, encode
 from hetero_kv.prefix.identity import (
     NUMERIC_FIELDS,
@@ -150,6 +154,63 @@ def test_identity_of_takes_geometry_and_device_from_what_it_is_given():
     assert found.backend == "cpu" and found.device_kind
     assert found.tokenizer == SHA_A
     assert found.weights == weights_digest(params())
+
+
+TILED, OTHER = (
+    {"chip": {f"op/{name}": {"heads=2": {"entries": n}} for name in ("pallas_tpu", "pallas_gpu")}}
+    for n in (8, 16)
+)
+
+
+def of_chip(platform, monkeypatch, table, **options):
+    monkeypatch.setattr(kernel_tuning, "load", lambda: table)
+    device = types.SimpleNamespace(platform=platform, device_kind="chip")
+    monkeypatch.setattr(identity_module, "_device", lambda params: device)
+    return Identity.of(synthetic.everything(), params(), {}, batch=1, **options)
+
+
+@pytest.mark.parametrize(
+    "platform, kernels", [("tpu", "auto"), ("tpu", "reference"), ("gpu", "pallas_gpu")]
+)
+def test_tiles_of_kernels_count_where_kernels_run(monkeypatch, platform, kernels):
+    found = [of_chip(platform, monkeypatch, t, kernels=kernels) for t in (TILED, OTHER, {})]
+    assert len({x.digest for x in found}) == 3
+    assert (f"op/pallas_{platform}[heads=2].entries", 8) in found[0].tiles
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_no_table_changes_the_identity_of_the_references(monkeypatch, platform):
+    found = [of_chip(platform, monkeypatch, t) for t in (TILED, OTHER, {})]
+    assert len({x.digest for x in found}) == 1
+    assert found[0].implementation == "reference" and found[0].tiles == (("csa entries", 4),)
+
+
+def test_another_kernel_or_another_revision_is_another_identity(monkeypatch):
+    def digest_of(**options):
+        return of_chip("tpu", monkeypatch, {}, **options).digest
+
+    auto = digest_of()
+    assert auto == digest_of(kernels="auto") == digest_of(kernels="pallas_tpu")
+    assert auto != digest_of(kernels="reference")
+    monkeypatch.setattr(kernel_regime, "REVISION", 99)
+    assert auto != digest_of()
+    with pytest.raises(ValueError, match="kernels='fast'"):
+        digest_of(kernels="fast")
+
+
+def test_the_configuration_says_which_kernels_run():
+    spec = synthetic.everything()
+
+    def implementation(config):
+        return Identity.of(spec, params(), config, batch=1).implementation
+
+    assert implementation({"kernels": "interpret"}) == implementation(Kernels())
+    assert "interpret" in implementation(Kernels()) and implementation({}) == "reference"
+
+
+@dataclasses.dataclass
+class Kernels:
+    kernels: str = "interpret"
 
 
 @dataclasses.dataclass

@@ -15,6 +15,7 @@ from hetero_kv.attention.pool import Paged
 from hetero_kv.kernels.chunk_attention import pallas_gpu, pallas_tpu
 from hetero_kv.kernels.chunk_attention.api import chunk_attention
 from hetero_kv.kernels.chunk_attention.operands import Chosen, Entries, Operands, Rule, Window
+from hetero_kv.packing import Packing
 from tests.hetero_kv.kernels import memory, pools, strict
 
 ROWS = 2
@@ -49,7 +50,13 @@ class Case(NamedTuple):
     chosen: np.ndarray  # bool[R, S, capacity]
 
 
-def make(seed: int, shape: Shape, sinks: bool = True, replay: bool = False) -> Case:
+def make(
+    seed: int,
+    shape: Shape,
+    sinks: bool = True,
+    replay: bool = False,
+    packing: Packing | None = None,
+) -> Case:
     rng = np.random.default_rng(seed)
     size, channels, dtype = shape.size, shape.channels, jnp.dtype(shape.dtype)
 
@@ -62,6 +69,7 @@ def make(seed: int, shape: Shape, sinks: bool = True, replay: bool = False) -> C
     count[0] = size
     rows, entries = numbers(ROWS, longest, channels), numbers(ROWS, shape.capacity, channels)
     entries[:, :1] = entries[0, :1]  # so that the first page can be shared
+    held, entries = pools.quantised(packing, entries)
     window = picked = None
     if shape.width:
         ring = np.full((2, ROWS, shape.width, channels), np.nan, dtype)
@@ -79,16 +87,16 @@ def make(seed: int, shape: Shape, sinks: bool = True, replay: bool = False) -> C
         visible = (start + count) // shape.ratio
         if shape.paged:
             shared = int(shape.page == 1 and visible.min() > 0)
-            made = pools.paged(rng, entries, visible, shape.page, shared=shared)
+            made = pools.paged(rng, held, visible, shape.page, shared=shared)
             table, layer = jnp.asarray(made.table), made.layer
             pool = Paged(jnp.asarray(made.pages), table, table)
         else:
-            pool = np.full((2, ROWS, shape.capacity, channels), np.nan, dtype)
+            pool = pools.poison((2, *held.shape), held.dtype)
             for r in range(ROWS):
-                pool[1, r, : visible[r]] = entries[r, : visible[r]]
+                pool[1, r, : visible[r]] = held[r, : visible[r]]
         if shape.topk:
             chosen, picked = choices(rng, shape, start)
-        picked = Entries(pool, picked)
+        picked = Entries(pools.packed(packing, pool), picked)
     if window is not None and layer != 1:
         window = window._replace(rows=window.rows[::-1])
     heads = numbers(shape.heads).astype(np.float32) if sinks else None
@@ -184,6 +192,51 @@ def test_gpu_kernel(name: str) -> None:
     check(case, pallas_gpu.run(case.shape.rule, case.operands, interpret=interpreter))
 
 
+@pytest.mark.full
+@hypothesis.settings(max_examples=6)
+@hypothesis.given(seed=st.integers(0, 2**32 - 1), replay=st.booleans(), ratio=st.booleans())
+def test_any_lengths_and_tables_on_tpu(seed: int, replay: bool, ratio: bool) -> None:
+    case = make(seed, Shape(topk=3, ratio=8, capacity=8) if ratio else Shape(topk=20), True, replay)
+    tiles = pallas_tpu.Tiles(queries=8, entries=8)
+    check(case, strict.tpu(lambda: run(case.operands, case.shape.rule, "interpret", tiles)))
+
+
+@pytest.mark.full
+@hypothesis.settings(max_examples=4)
+@hypothesis.given(seed=st.integers(0, 2**32 - 1), replay=st.booleans())
+def test_any_lengths_and_tables_on_gpu(seed: int, replay: bool) -> None:
+    case = make(seed, GPU_SHAPES["chosen"], True, replay)
+    check(case, _on_gpu(case.shape.rule)(case.operands))
+
+
+@functools.cache
+def _on_gpu(rule: Rule):
+    interpreter = strict.gpu_interpreter()
+    return jax.jit(functools.partial(pallas_gpu.run, rule, interpret=interpreter))
+
+
+PACKED = {
+    "published": (Shape(channels=512, page=32, capacity=32), Packing("fp8_rope", 512, rope=64)),
+    "chosen": (Shape(topk=3, page=8), Packing("fp8_rope", 16, rope=8)),
+    "contiguous": (Shape(paged=False), Packing("int8", 16)),
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_reference_of_quantised_entries(name: str) -> None:
+    case = make(0, *PACKED[name][:1], packing=PACKED[name][1])
+    check(case, run(case.operands, case.shape.rule))
+    with pytest.raises(NotImplementedError, match="does not read packed rows"):
+        run(case.operands, case.shape.rule, "pallas_gpu")
+
+
+@pytest.mark.parametrize("name", strict.quick(PACKED, "chosen"))
+def test_tpu_kernel_of_quantised_entries(name: str) -> None:
+    case = make(1, *PACKED[name][:1], packing=PACKED[name][1])
+    tiles = pallas_tpu.Tiles(queries=8, entries=32 if name == "published" else 8)
+    check(case, strict.tpu(lambda: run(case.operands, case.shape.rule, "interpret", tiles)))
+
+
 def test_a_page_that_is_none_gives_nan_where_it_is_read() -> None:
     case = make(0, Shape(width=0))
     entries, start = case.operands.entries, jnp.array([40, 40], jnp.int32)
@@ -205,6 +258,7 @@ def test_a_page_that_is_none_gives_nan_where_it_is_read() -> None:
         (dict(start=jnp.zeros(3, jnp.int32)), "start must be"),
         (dict(sinks=jnp.zeros(3)), "sinks must be"),
         (dict(window=None, entries=None), "neither"),
+        (dict(layer=jnp.float32(1)), "layer must be"),
     ],
 )
 def test_wrong_input(changes: dict, message: str) -> None:
@@ -219,6 +273,13 @@ def test_more_wrong_input() -> None:
         run(case.operands, Rule(1.0))
     with pytest.raises(ValueError, match="tile"):
         run(case.operands, Rule(1.0, 4, 1000))
+    for wrong, message in [((4.0, 4), "ratio=4.0"), ((4, 8.0), "tile=8.0"), ((4, 0), "tile=0")]:
+        with pytest.raises(ValueError, match=message):
+            Rule(1.0, *wrong)
+    with pytest.raises(ValueError, match=r"queries=2.5"):
+        pallas_tpu.Tiles(queries=2.5)
+    with pytest.raises(ValueError, match="tiles=8 must be"):
+        chunk_attention(**case.operands._asdict(), rule=case.shape.rule, tiles=8)
     chosen = case.operands.entries.chosen
     entries = case.operands.entries._replace(chosen=chosen._replace(order=chosen.order[..., 1:]))
     with pytest.raises(ValueError, match="order"):
@@ -276,5 +337,4 @@ def test_lowers_to_one_kernel_that_writes_no_scores(platform: str, dtype: str, n
     call = functools.partial(run, rule=shape.rule, implementation=implementation)
     assert strict.kernels_in(strict.lowered(call, platform, operands), platform) == 1
     # The output is the largest array: no scores [R, S, H, N], no copy of the entries.
-    if platform == "tpu":
-        assert memory.largest(call, operands) == operands.q.size
+    assert memory.largest(call, operands) == operands.q.size

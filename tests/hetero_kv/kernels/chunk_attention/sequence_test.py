@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import test_util
 
 from hetero_kv.attention import selection
 from hetero_kv.kernels.chunk_attention import sequence
@@ -96,6 +97,57 @@ def test_values_and_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
         assert np.abs(np.asarray(b)).max() > 0
 
 
+@pytest.mark.full
+def test_gradients_are_those_of_finite_differences() -> None:
+    inputs, chosen, _ = make(12, True, True, True, True)
+
+    def ours(*leaves: jax.Array) -> jax.Array:
+        rest = Inputs(*leaves)._asdict()
+        q = rest.pop("q")
+        return sequence_attention(q, **rest, chosen=chosen, width=5, rule=RULE)
+
+    test_util.check_grads(ours, tuple(inputs), order=1, modes=("rev",), atol=2e-2, rtol=2e-2)
+
+
+PUBLISHED = {"tiny": (8, 128, 64, 16, 8), "flash": (64, 512, 8192, 128, 512)}
+PUBLISHED["pro"] = (128, 512, 8192, 128, 1024)  # heads, channels, tokens, width, k
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype"), [("tpu", "float32"), ("tpu", "bfloat16"), ("cuda", "bfloat16")]
+)
+@pytest.mark.parametrize("name", strict.quick(PUBLISHED, "tiny"))
+def test_the_gradient_lowers_and_writes_no_scores(name: str, platform: str, dtype: str) -> None:
+    heads, channels, tokens, width, _ = PUBLISHED[name]
+    of = jax.ShapeDtypeStruct
+    entries = tokens // RATIO
+    if platform == "cuda":
+        heads = max(heads, 64)
+    inputs = Inputs(
+        of((1, tokens, heads, channels), jnp.dtype(dtype)),
+        of((1, tokens, channels), jnp.dtype(dtype)),
+        of((1, entries, channels), jnp.dtype(dtype)),
+        of((heads,), jnp.float32),
+    )
+    chosen = Chosen(
+        of((1, tokens, entries), jnp.uint32),
+        of((1, tokens), jnp.uint32),
+        of((1, tokens), jnp.int32),
+    )
+    rule = Rule(0.1, RATIO, 64 if entries >= 64 else 16)
+    kernel = {"tpu": "pallas_tpu", "cuda": "pallas_gpu"}[platform]
+
+    def loss(inputs: Inputs, chosen: Chosen) -> jax.Array:
+        rest = inputs._asdict()
+        q, options = rest.pop("q"), dict(width=width, rule=rule, implementation=kernel)
+        return jnp.sum(sequence_attention(q, **rest, chosen=chosen, **options))
+
+    text = strict.lowered(jax.grad(loss), platform, inputs, chosen)
+    assert strict.kernels_in(text, platform) == 1
+    most = max(tokens * heads * max(channels, 2 * rule.tile), tokens * entries)
+    assert memory.largest(jax.grad(loss), inputs, chosen) <= most
+
+
 def test_nothing_of_queries_by_entries_is_written() -> None:
     tokens, width, rule = 4096, 64, Rule(0.1, 4, 64)
     of = jax.ShapeDtypeStruct
@@ -118,5 +170,7 @@ def test_wrong_input() -> None:
     q = jnp.zeros((1, 8, 2, 4))
     with pytest.raises(ValueError, match="width"):
         sequence_attention(q, kv=jnp.zeros((1, 8, 4)), rule=RULE)
+    with pytest.raises(ValueError, match=r"width=2.0 must be an integer"):
+        sequence_attention(q, kv=jnp.zeros((1, 8, 4)), rule=RULE, width=2.0)
     with pytest.raises(ValueError, match="entries must be"):
         sequence_attention(q, entries=jnp.zeros((1, 2, 5)), rule=RULE)

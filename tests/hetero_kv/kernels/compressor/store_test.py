@@ -1,5 +1,6 @@
 """Entries that a call stores, against loops over tokens: ragged rows, any ratio and page table."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -175,6 +176,28 @@ def test_gpu_kernel(name: str) -> None:
     assert check(case, pallas_gpu.store(case.how, *arrays, interpret=interpreter)) > 0
 
 
+@pytest.mark.full
+@hypothesis.settings(max_examples=6)
+@hypothesis.given(st.integers(0, 2**32 - 1), st.booleans())
+def test_any_lengths_and_tables_on_tpu(seed: int, paged: bool) -> None:
+    case = make(seed, 4, True, paged=paged)
+    check(case, strict.tpu(lambda: run(case.how, *case.arrays, implementation="interpret")))
+
+
+@pytest.mark.full
+@hypothesis.settings(max_examples=6)
+@hypothesis.given(st.integers(0, 2**32 - 1), st.booleans())
+def test_any_lengths_and_tables_on_gpu(seed: int, paged: bool) -> None:
+    case = make(seed, 4, True, paged=paged)
+    check(case, _on_gpu(case.how)(*jax.tree.map(jnp.asarray, case.arrays)))
+
+
+@functools.cache
+def _on_gpu(how: Pooling):
+    interpreter = strict.gpu_interpreter()
+    return jax.jit(functools.partial(pallas_gpu.store, how, interpret=interpreter))
+
+
 def test_nothing_closes() -> None:
     case = make(0, 4, True)
     for implementation in ("reference", "interpret"):
@@ -187,6 +210,7 @@ def test_nothing_closes() -> None:
     "index, value, message",
     [
         (0, jnp.zeros((LAYERS, ROWS, 8, 64)), "the pool must be"),
+        (1, np.float32(1), "layer must be"),
         (2, np.zeros(3, np.float32), "norm must be"),
         (3, np.zeros((LAYERS, ROWS, 3, 512), np.float32), "tail must be"),
         (4, np.zeros((ROWS, 8, 256), np.float32), "raw must be"),
@@ -200,6 +224,12 @@ def test_wrong_input(index: int, value: np.ndarray, message: str) -> None:
     arrays[index] = value
     with pytest.raises(ValueError, match=message):
         api.store(case.how, *arrays)
+
+
+def test_sizes_that_are_no_integers() -> None:
+    for changes, message in (({"ratio": 4.0}, "ratio=4.0"), ({"ratio": 1}, "at least 2")):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(Pooling(4, 16, True, ROPE, EPS, "float32"), **changes)
 
 
 def test_what_a_backend_cannot() -> None:
@@ -251,7 +281,7 @@ def test_lowers(name: str, platform: str) -> None:
             functools.partial(api.store, how, implementation=implementation), platform, *arrays
         )
         assert strict.kernels_in(text, platform) == 1
-        on_tpu = functools.partial(api.store, how, implementation="pallas_tpu")
+        store = functools.partial(api.store, how, implementation=implementation)
         # At most the tables of the rotation, and the call's rows where they are padded.
         most = max(rows * (how.most(size or 1) + 64) * 128, rows * -(-(size or 1) // 8) * 8 * 512)
-        assert memory.largest(on_tpu, *arrays) <= most
+        assert memory.largest(store, *arrays) <= most

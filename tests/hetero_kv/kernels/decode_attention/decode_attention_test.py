@@ -1,5 +1,6 @@
 """Decode attention against the equations: the reference, and the TPU kernel interpreted."""
 
+import dataclasses
 import functools
 
 import hypothesis
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 
 from hetero_kv.kernels.decode_attention import pallas_tpu
 from hetero_kv.kernels.decode_attention.api import decode_attention
-from tests.hetero_kv.kernels import strict
+from hetero_kv.packing import Packed, Packing
+from tests.hetero_kv.kernels import pools, strict
 from tests.hetero_kv.kernels.decode_attention import oracle
 from tests.hetero_kv.kernels.decode_attention.oracle import Case
 
@@ -30,6 +32,24 @@ CASES = {
     "bfloat16": Case(position=(33, 250), window=16, ratio=4, page=16, dtype="bfloat16"),
     "bfloat16, picked": Case(
         position=(33, 250), window=16, ratio=4, page=32, picks=16, dtype="bfloat16"
+    ),
+}
+ROWS = Packing("fp8_rope", 16, rope=4, group=4)
+PUBLISHED = Packing("fp8_rope", 512, rope=64)
+PACKED = {
+    "published": Case(position=(40, 250), window=8, ratio=4, page=32, width=512, packing=PUBLISHED),
+    "published, picked": Case(
+        position=(5, 250), window=8, ratio=4, page=32, picks=16, width=512, packing=PUBLISHED
+    ),
+    "fp8, small pages": Case(position=(7, 60), window=8, ratio=4, page=8, packing=ROWS),
+    "fp8, contiguous": Case(position=(7, 200), window=8, ratio=4, page=0, packing=ROWS),
+    "fp8, shared": Case(position=(99, 140), window=8, ratio=4, picks=8, shared=2, packing=ROWS),
+    "fp8 with float scales": Case(
+        position=(40,), ratio=1, packing=Packing("fp8_f32", 144, rope=16), width=144, sinks=False
+    ),
+    "int8": Case(position=(40, 250), window=8, ratio=4, packing=Packing("int8", 16)),
+    "fp8, half precision": Case(
+        position=(33, 250), window=16, ratio=4, page=32, dtype="bfloat16", packing=ROWS
     ),
 }
 SMALL = pallas_tpu.Tiles(entries=16, picks=8)
@@ -75,6 +95,20 @@ def test_tpu_kernel_is_what_the_equations_say(name: str) -> None:
     _compare(_run(data, **INTERPRET), data.want, CASES[name].dtype)
 
 
+@pytest.mark.parametrize("name", PACKED)
+def test_reference_of_quantised_rows(name: str) -> None:
+    data = oracle.make(PACKED[name])
+    _compare(_run(data), data.want, PACKED[name].dtype)
+
+
+@pytest.mark.parametrize(
+    "name", strict.quick(PACKED, "published, picked", "fp8, small pages", "fp8 with float scales")
+)
+def test_tpu_kernel_of_quantised_rows(name: str) -> None:
+    data = oracle.make(PACKED[name])
+    _compare(_run(data, **INTERPRET), data.want, PACKED[name].dtype)
+
+
 @pytest.mark.full
 def test_tpu_kernel_with_the_tiles_of_the_heuristic() -> None:
     data = oracle.make(Case(position=(700, 90), window=8, ratio=1, capacity=1024, page=64, heads=2))
@@ -110,15 +144,19 @@ def test_lengths_tables_and_layers_are_values() -> None:
     assert _program._cache_size() <= before + 1
 
 
+@pytest.mark.parametrize("packing", [None, Packing("int8", 8)], ids=["floats", "int8"])
 @pytest.mark.parametrize("picks", [0, 16])
-def test_a_page_that_is_none_makes_its_own_sequence_nan(picks: int) -> None:
-    case = Case(position=(63, 63, 63), window=8, ratio=4, picks=picks, heads=2, width=8)
-    data = oracle.make(case)
+def test_a_page_that_is_none_makes_its_own_sequence_nan(
+    picks: int, packing: Packing | None
+) -> None:
+    case = Case(position=(63,) * 3, window=8, ratio=4, picks=picks, heads=2, width=8)
+    data = oracle.make(dataclasses.replace(case, packing=packing))
     entries = data.arguments["entries"]
+    pool = entries.pool.rows if packing else entries.pool
     for bad in (-1, 10**6):
-        table = entries.pool.read.copy()
+        table = pool.read.copy()
         table[1, 0] = bad
-        changed = entries._replace(pool=entries.pool._replace(read=table))
+        changed = entries._replace(pool=pools.packed(packing, pool._replace(read=table)))
         broken = oracle.Data(data.q, {**data.arguments, "entries": changed}, data.want)
         for options in ({}, INTERPRET):
             out = _run(broken, **options)
@@ -173,16 +211,30 @@ def test_wrong_arguments() -> None:
         (dict(entries=entries._replace(pool=np.zeros((3, 1, 30, 16), np.float32))), "tile=64"),
         (dict(q=data.q.astype(np.int32)), "floating"),
         (dict(implementation="cuda"), "implementation"),
+        (dict(tile=8.0), "tile=8.0 must be an integer"),
+        (dict(tile=8.0, entries=None), "tile=8.0"),
+        (dict(layer=0.5), "layer must be an integer scalar"),
+        (dict(tiles=16), "tiles=16 must be a .*Tiles"),
+        (dict(tiles=16, implementation="pallas_gpu"), "tiles=16 must be a .*pallas_gpu.Tiles"),
     ]:
         with pytest.raises(ValueError, match=message):
             call(**changes)
     quantised = entries.pool._replace(pages=jnp.asarray(entries.pool.pages, jnp.float8_e4m3fn))
     with pytest.raises(NotImplementedError, match="quantised"):
         call(entries=entries._replace(pool=quantised))
+    packed = oracle.make(PACKED["int8"])
+    with pytest.raises(NotImplementedError, match="does not read packed rows"):
+        decode_attention(packed.q, **packed.arguments, implementation="pallas_gpu")
+    with pytest.raises(ValueError, match="packed from 8 values a row, not 16"):
+        call(entries=entries._replace(pool=Packed(entries.pool, Packing("int8", 8))))
+    with pytest.raises(ValueError, match=r"entries.pool.pages must be .* 20"):
+        call(entries=entries._replace(pool=Packed(entries.pool, Packing("int8", 16))))
     with pytest.raises(NotImplementedError, match="float16"):
         call(q=data.q.astype(np.float16), implementation="pallas_tpu")
     with pytest.raises(ValueError, match="power of two"):
         pallas_tpu.Tiles(entries=100)
+    with pytest.raises(ValueError, match=r"tiles.picks=8.0 must be an integer"):
+        pallas_tpu.Tiles(picks=8.0)
 
 
 def test_auto_on_a_cpu_is_the_reference_bit_by_bit() -> None:

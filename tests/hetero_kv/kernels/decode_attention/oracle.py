@@ -11,6 +11,7 @@ import numpy as np
 
 from hetero_kv.attention.pool import Paged
 from hetero_kv.kernels.decode_attention.operands import Entries, Window
+from hetero_kv.packing import Packing
 from tests.hetero_kv.kernels import pools
 
 
@@ -30,6 +31,7 @@ class Case:
     sinks: bool = True
     stopped: tuple[int, ...] = ()  # sequences that do not run
     dtype: str = "float32"
+    packing: Packing | None = None  # of entries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,16 +76,17 @@ def make(case: Case, seed: int = 0) -> Data:
         rows = random(batch, case.capacity, case.width)
         for r in range(1, batch):
             rows[r, : case.shared * case.page] = rows[0, : case.shared * case.page]
+        held, rows = pools.quantised(case.packing, rows)
         visible = np.minimum(stop // case.ratio, case.capacity).astype(np.int32)
         if case.page:
-            made = pools.paged(rng, rows, visible, case.page, layers=layers, shared=case.shared)
-            layer_pages = np.full_like(made.pages, np.nan)
+            made = pools.paged(rng, held, visible, case.page, layers=layers, shared=case.shared)
+            layer_pages = pools.poison(made.pages.shape, made.pages.dtype)
             layer_pages[layer] = made.pages[made.layer]
             pool = Paged(layer_pages, made.table, made.table)
         else:
-            pool = np.full((layers, *rows.shape), np.nan, dtype)
+            pool = pools.poison((layers, *held.shape), held.dtype)
             for r in range(batch):
-                pool[layer, r, : visible[r]] = rows[r, : visible[r]]
+                pool[layer, r, : visible[r]] = held[r, : visible[r]]
         picked = None
         if case.picks:
             picked = np.full((batch, case.picks), -1, np.int32)
@@ -94,7 +97,7 @@ def make(case: Case, seed: int = 0) -> Data:
         else:
             for r in range(batch):
                 keys[r] += list(rows[r, : visible[r]])
-        arguments["entries"] = Entries(pool, visible, picked)
+        arguments["entries"] = Entries(pools.packed(case.packing, pool), visible, picked)
 
     want = np.stack([attend(q[r], keys[r], sinks, case.width**-0.5) for r in range(batch)])
     return Data(q, {**arguments, "layer": np.int32(layer)}, want)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from hetero_kv.kernels.indexer import pallas_tpu
 from hetero_kv.kernels.indexer.api import select
+from hetero_kv.packing import Packed, Packing
 from tests.hetero_kv.kernels import strict
 from tests.hetero_kv.kernels.indexer import oracle
 from tests.hetero_kv.kernels.indexer.oracle import Case
@@ -27,6 +28,14 @@ CASES = {
     "shared pages": Case(visible=(100, 256, 200), k=16, shared=3),
     "bfloat16": Case(visible=(100, 256), k=16, page=16, dtype="bfloat16"),
     "bfloat16, exact": Case(visible=(100, 256), k=16, page=16, dtype="bfloat16", values=3),
+}
+PACKED = {
+    "published": Case(visible=(100, 256, 9), k=16, dim=128, page=32, packing=Packing("fp4", 128)),
+    "fp4, ties": Case(visible=(60, 256), k=40, values=1, packing=Packing("fp4", 16)),
+    "fp8": Case(visible=(5, 200), k=16, page=0, dim=128, packing=Packing("fp8_f32", 128)),
+    "fp4, half precision": Case(
+        visible=(100, 256), k=16, page=64, dtype="bfloat16", shared=1, packing=Packing("fp4", 16)
+    ),
 }
 SMALL = pallas_tpu.Tiles(entries=128)
 INTERPRET = {"implementation": "interpret", "tiles": SMALL}
@@ -70,6 +79,20 @@ def test_reference_is_what_the_equations_say(name: str) -> None:
 @pytest.mark.parametrize("name", strict.quick(CASES, "k beyond a line", "bfloat16, exact"))
 def test_tpu_kernel_is_what_the_equations_say(name: str) -> None:
     case = CASES[name]
+    data = oracle.make(case)
+    _compare(_run(data, case.k, **INTERPRET), data, case)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_reference_of_quantised_keys(name: str) -> None:
+    case = PACKED[name]
+    data = oracle.make(case)
+    _compare(_run(data, case.k), data, case)
+
+
+@pytest.mark.parametrize("name", strict.quick(PACKED, "published", "fp4, ties"))
+def test_tpu_kernel_of_quantised_keys(name: str) -> None:
+    case = PACKED[name]
     data = oracle.make(case)
     _compare(_run(data, case.k, **INTERPRET), data, case)
 
@@ -166,6 +189,12 @@ def test_wrong_arguments() -> None:
         (dict(keys=np.zeros((2, 2, 64, 8), np.float32)), "keys must be"),
         (dict(keys=np.zeros((2, 2, 65, 16), np.float32)), "tile=64"),
         (dict(k=0), "k=0"),
+        (dict(k=4.0), "k=4.0 must be an integer, not float"),
+        (dict(k=True), "k=True"),
+        (dict(tile=8.0), "tile=8.0"),
+        (dict(tile=0), "tile=0"),
+        (dict(tiles=8, implementation="pallas_tpu"), "tiles=8 must be a .*pallas_tpu.Tiles"),
+        (dict(tiles=pallas_tpu.Tiles(), implementation="pallas_gpu"), "pallas_gpu.Tiles"),
         (dict(q=data.q.astype(np.int32)), "floating"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -173,6 +202,14 @@ def test_wrong_arguments() -> None:
     pages = jnp.asarray(data.keys.pages, jnp.float8_e4m3fn)
     with pytest.raises(NotImplementedError, match="quantised"):
         call(keys=data.keys._replace(pages=pages))
+    packed = Packed(data.keys, Packing("fp4", 16))
+    with pytest.raises(ValueError, match=r"keys.pages must be .* 12"):
+        call(keys=packed)
+    bytes_of = packed.packing.pack(jnp.zeros(data.keys.pages.shape))
+    quantised = Packed(data.keys._replace(pages=bytes_of), packed.packing)
+    assert call(keys=quantised).shape == (2, 4)
+    with pytest.raises(NotImplementedError, match="does not read packed rows"):
+        call(keys=quantised, implementation="pallas_gpu")
     odd = data.keys._replace(pages=data.keys.pages[:, :, :6])
     with pytest.raises(NotImplementedError, match="power of two"):
         call(keys=odd, implementation="pallas_tpu")
@@ -180,4 +217,4 @@ def test_wrong_arguments() -> None:
     with pytest.raises(NotImplementedError, match="at most"):
         call(keys=far, implementation="pallas_tpu")
     with pytest.raises(ValueError, match="power of two"):
-        pallas_tpu.Tiles(entries=100)
+        pallas_tpu.Tiles(entries=200)

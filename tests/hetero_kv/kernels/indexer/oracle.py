@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetero_kv.attention.pool import Paged
+from hetero_kv.packing import Packed, Packing
 from tests.hetero_kv.kernels import pools
 
 
@@ -25,6 +26,7 @@ class Case:
     shared: int = 0  # pages that all sequences share
     values: int = 0  # scores are exact, of integers up to this: many are equal. 0: normal
     dtype: str = "float32"
+    packing: Packing | None = None  # of keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Data:
 
     q: np.ndarray
     weights: np.ndarray
-    keys: Paged | np.ndarray
+    keys: Paged | Packed | np.ndarray
     visible: np.ndarray
     layer: np.int32
     scores: list[np.ndarray]
@@ -54,19 +56,20 @@ def make(case: Case, seed: int = 0) -> Data:
     rows = random(batch, case.capacity, case.dim).astype(dtype)
     for r in range(1, batch):
         rows[r, : case.shared * case.page] = rows[0, : case.shared * case.page]
+    held, rows = pools.quantised(case.packing, rows)
     visible = np.array(case.visible, np.int32)
     if case.page:
-        made = pools.paged(rng, rows, visible, case.page, shared=case.shared)
+        made = pools.paged(rng, held, visible, case.page, shared=case.shared)
         keys, layer = Paged(made.pages, made.table, made.table), made.layer
     else:
-        keys, layer = np.full((2, *rows.shape), np.nan, dtype), np.int32(1)
+        keys, layer = pools.poison((2, *held.shape), held.dtype), np.int32(1)
         for r in range(batch):
-            keys[layer, r, : visible[r]] = rows[r, : visible[r]]
+            keys[layer, r, : visible[r]] = held[r, : visible[r]]
     scores = []
     for r in range(batch):
         dots = rows[r, : visible[r]].astype(np.float64) @ q[r].astype(np.float64).T
         scores.append(np.maximum(dots, 0) @ weights[r].astype(np.float64))
-    return Data(q, weights, keys, visible, layer, scores)
+    return Data(q, weights, pools.packed(case.packing, keys), visible, layer, scores)
 
 
 def pick(scores: np.ndarray, k: int) -> set[int]:

@@ -14,7 +14,7 @@ from hetero_kv.kernels.page_copy import api, pallas_gpu, pallas_tpu
 from tests.hetero_kv.kernels import memory, strict
 
 PAGES, SALT = 5, 7 << 16
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("float32", "bfloat16", "uint8")  # bytes: quantised rows
 
 
 class Case(NamedTuple):
@@ -44,6 +44,8 @@ def make(seed: int, dtype: str, entries: int = 8, width: int = 32, ids: int = 6)
     expected = generation[np.clip(chosen, 0, PAGES - 1)] + (rng.random(ids) < 0.3)
 
     def numbers(*shape: int) -> np.ndarray:
+        if dtype == "uint8":
+            return rng.integers(0, 256, shape).astype(np.uint8)
         return rng.normal(size=shape).astype(jnp.dtype(dtype))
 
     case = Case(
@@ -54,7 +56,7 @@ def make(seed: int, dtype: str, entries: int = 8, width: int = 32, ids: int = 6)
         expected.astype(np.int32),
     )
     poisoned = np.setdiff1d(np.arange(PAGES), chosen[case.fresh])
-    case.pages[:, poisoned] = np.nan
+    case.pages[:, poisoned] = 255 if dtype == "uint8" else np.nan
     return case
 
 
@@ -149,21 +151,40 @@ def test_tpu_kernel_in_tiles(monkeypatch) -> None:
     check(case, *strict.tpu(lambda: run.__wrapped__(on_device(case), "interpret")))
 
 
+def _on_gpu(case: Case, interpreter) -> tuple:
+    target = np.where(case.fresh, case.ids, PAGES).astype(np.int32)
+    about = target, jnp.uint32(SALT), interpreter
+    staged, staged_sums = pallas_gpu.gather(case.pages, *about)
+    pages, new_sums = pallas_gpu.scatter(jnp.asarray(case.pages), case.staged, *about)
+    return (
+        api.Gathered(staged, case.fresh, staged_sums),
+        api.Scattered(pages, case.fresh, new_sums),
+        api.Verified(case.fresh, pallas_gpu.verify(case.pages, *about)),
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gpu_kernel(dtype: str, monkeypatch) -> None:
     interpreter = strict.gpu_interpreter()
     monkeypatch.setattr(pallas_gpu, "TILE_BYTES", 128 * jnp.dtype(dtype).itemsize)
     case = make(3, dtype)
-    target = np.where(case.fresh, case.ids, PAGES).astype(np.int32)
-    about = target, jnp.uint32(SALT), interpreter
-    staged, staged_sums = pallas_gpu.gather(case.pages, *about)
-    pages, new_sums = pallas_gpu.scatter(jnp.asarray(case.pages), case.staged, *about)
-    check(
-        case,
-        api.Gathered(staged, case.fresh, staged_sums),
-        api.Scattered(pages, case.fresh, new_sums),
-        api.Verified(case.fresh, pallas_gpu.verify(case.pages, *about)),
-    )
+    check(case, *_on_gpu(case, interpreter))
+
+
+@pytest.mark.full
+@hypothesis.settings(max_examples=5)
+@hypothesis.given(st.integers(0, 2**32 - 1), st.sampled_from(DTYPES))
+def test_any_ids_on_tpu(seed: int, dtype: str) -> None:
+    case = make(seed, dtype)
+    check(case, *strict.tpu(lambda: run(case, "interpret")))
+
+
+@pytest.mark.full
+@hypothesis.settings(max_examples=5)
+@hypothesis.given(st.integers(0, 2**32 - 1), st.sampled_from(DTYPES))
+def test_any_ids_on_gpu(seed: int, dtype: str) -> None:
+    case = make(seed, dtype)
+    check(case, *_on_gpu(case, strict.gpu_interpreter()))
 
 
 def test_shared_pages_are_read_for_each() -> None:
@@ -202,6 +223,11 @@ def test_wrong_input(changes: dict, message: str) -> None:
         api.scatter(case.pages, case.staged, case.ids, case.generation, case.expected)
 
 
+def test_a_salt_is_an_integer() -> None:
+    with pytest.raises(ValueError, match="salt must be an integer"):
+        api.verify(jnp.zeros((1, 2, 8, 16)), jnp.zeros(1, jnp.int32), salt=1.5)
+
+
 def test_what_a_backend_cannot() -> None:
     ids = jnp.zeros(1, jnp.int32)
     with pytest.raises(NotImplementedError, match="bool"):
@@ -215,6 +241,8 @@ SHAPES = {  # layers, pages, entries, width
     "Flash csa entries": (21, 1000, 32, 512),
     "Flash index keys": (21, 1000, 32, 128),
     "Flash hca entries": (20, 1000, 1, 512),
+    "Flash csa entries, quantised": (21, 1000, 32, 584),
+    "Flash index keys, quantised": (21, 1000, 32, 68),
     "Pro csa entries, long pages": (30, 100, 1024, 512),
 }
 
@@ -233,7 +261,7 @@ def test_lowers(name: str, platform: str) -> None:
         text = strict.lowered(lambda case: run(case, implementation), platform, shapes)
         assert strict.kernels_in(text, platform) == 3
         staged = layers * 4 * rest[0] * rest[1]
-        assert memory.largest(lambda case: run(case, "pallas_tpu"), shapes) <= max(staged, pages)
+        assert memory.largest(lambda case: run(case, implementation), shapes) <= max(staged, pages)
 
 
 @pytest.mark.parametrize("implementation", ["reference", "interpret"])
