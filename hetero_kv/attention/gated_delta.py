@@ -19,13 +19,18 @@ from hetero_kv.params import Params, ParamSpec, ParamTree
 
 @dataclasses.dataclass(frozen=True)
 class GatedDelta:
-    """key_heads of key_dim channels; value_heads, a multiple of them, of value_dim channels."""
+    """key_heads of key_dim channels; value_heads, a multiple of them, of value_dim channels.
+
+    by_key_head: projections hold, for one key head after the other, all that belongs to it (as
+    Qwen3-Next's), and not one kind of thing after the other (as Qwen3.5's).
+    """
 
     d_model: int
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
+    by_key_head: bool
     eps: float
 
     def __post_init__(self):
@@ -48,7 +53,7 @@ class GatedDelta:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def params(self) -> ParamTree:
-        """qkvz: queries, keys, values and gates; ba: strengths and decays; each by head."""
+        """qkvz: queries, keys, values and gates; ba: strengths and decays."""
         wide = self.value_heads * self.value_dim
         return {
             "qkvz": ParamSpec((self.d_model, self.channels + wide)),
@@ -61,7 +66,13 @@ class GatedDelta:
 
     def _split(self, params: Params, x: jax.Array) -> list[jax.Array]:
         """What is convolved, and gates."""
-        return jnp.split(jnp.matmul(x, params["qkvz"]), [self.channels], axis=-1)
+        both = jnp.matmul(x, params["qkvz"])
+        if not self.by_key_head:
+            return jnp.split(both, [self.channels], axis=-1)
+        both = both.reshape(*x.shape[:-1], self.key_heads, -1)
+        cuts = [self.key_dim, 2 * self.key_dim, 2 * self.key_dim + self.each * self.value_dim]
+        parts = [y.reshape(*x.shape[:-1], -1) for y in jnp.split(both, cuts, axis=-1)]
+        return [jnp.concatenate(parts[:3], axis=-1), parts[3]]
 
     def raw(self, params: Params, x: jax.Array) -> jax.Array:
         """See `Form`."""
@@ -74,6 +85,9 @@ class GatedDelta:
         q, k = (y.reshape(*x.shape[:-1], self.key_heads, -1) for y in (q, k))
         q, k = (jnp.repeat(unit(y), self.each, axis=-2) for y in (q, k))
         ba = jnp.matmul(x, params["ba"], preferred_element_type=jnp.float32)
+        if self.by_key_head:
+            ba = ba.reshape(*x.shape[:-1], self.key_heads, 2, self.each).swapaxes(-2, -3)
+            ba = ba.reshape(*x.shape[:-1], -1)
         b, a = jnp.split(ba, 2, axis=-1)
         decay = -jnp.exp(params["a_log"]) * jax.nn.softplus(a + params["dt_bias"])
         v = v.reshape(*x.shape[:-1], self.value_heads, -1)
@@ -90,9 +104,9 @@ def build(fields: Fields) -> Recurrent:
     """From a layer type's fields.
 
     Its own: key_heads of key_dim channels and value_heads of value_dim channels, which it must say;
-    conv_width (4).
+    conv_width (4); by_key_head (True), the order of columns.
     """
     sizes = fields.sizes("key_heads", "value_heads", "key_dim", "value_dim")
-    form = GatedDelta(fields.d_model, *sizes, fields.norm_eps)
+    form = GatedDelta(fields.d_model, *sizes, fields.get("by_key_head", True), fields.norm_eps)
     width, name = fields.get("conv_width", 4), f"{fields.kind} convolution"
     return Recurrent(fields.kind, form, ShortConv(name, width, form.channels, fields.dtype))

@@ -23,9 +23,8 @@ def _woven(x: np.ndarray) -> np.ndarray:
 # From the file's form to ours and back. "swap": [out, in] in the file, ours [in, out]. "plus_one":
 # the file has what a norm's factor exceeds 1 by. "woven": gate and up columns in turns, ours gate
 # columns first. "flat" (axes of
-# length 1 in the file, ours without), "groups" (file [G * out, in], ours [G, in, out]) and "heads"
-# (file [out, in] with all pieces of a head beside each other, ours [in, out] with all heads of a
-# piece beside each other) are in `Part`: they need its shape, G, or the sizes of pieces.
+# length 1 in the file, ours without) and "groups" (file [G * out, in], ours [G, in, out]) are in
+# `Part`: they need its shape, or G.
 FORMS: dict[str, tuple[Transform, Transform]] = {
     "same": (lambda x: x, lambda x: x),
     "swap": (_swap, _swap),
@@ -46,8 +45,7 @@ class Part:
     shape: tuple[int, ...]  # in the file
     index: tuple[int | slice, ...]
     form: str
-    groups: int = 1  # of the form "groups"; heads of the form "heads"
-    sizes: tuple[int, ...] = ()  # of the form "heads": channels of each piece of a head
+    groups: int = 1  # of the form "groups"
 
     def ours(self, tensor: np.ndarray) -> np.ndarray:
         """From the file's form."""
@@ -55,10 +53,6 @@ class Part:
             return tensor.reshape(-1)
         if self.form == "groups":
             return tensor.reshape(self.groups, -1, tensor.shape[-1]).swapaxes(-1, -2)
-        if self.form == "heads":
-            heads = tensor.reshape(self.groups, -1, tensor.shape[-1])
-            pieces = np.split(heads, np.cumsum(self.sizes)[:-1], axis=1)
-            return _swap(np.concatenate([x.reshape(-1, x.shape[-1]) for x in pieces]))
         return FORMS[self.form][0](tensor)
 
     def theirs(self, value: np.ndarray) -> np.ndarray:
@@ -67,11 +61,6 @@ class Part:
             return value.reshape(self.shape)
         if self.form == "groups":
             return value.swapaxes(-1, -2).reshape(self.shape)
-        if self.form == "heads":
-            cuts = self.groups * np.cumsum(self.sizes)[:-1]
-            pieces = np.split(_swap(value), cuts)
-            heads = [x.reshape(self.groups, -1, x.shape[-1]) for x in pieces]
-            return np.concatenate(heads, axis=1).reshape(self.shape)
         return FORMS[self.form][1](value)
 
 

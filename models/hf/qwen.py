@@ -100,6 +100,7 @@ class Kind:
     parse_mlps: Callable[[Mapping[str, Any]], tuple[tuple[str, ...], Mlps]]
     write_mlps: Callable[[DecoderConfig], dict[str, Any]]
     known_mlps: Mapping[str, tuple[set[str], Mapping[str, Any]]]
+    by_key_head: bool  # the order of columns, see `attention.gated_delta`
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=lambda: FIXED)
 
     def family(self) -> Family:
@@ -141,7 +142,11 @@ class Kind:
         if "gated_delta" in layer_types:
             json_fields.need(fields, LINEAR)
             linear = {ours: fields[theirs] for theirs, ours in LINEAR.items()}
-            attention["gated_delta"] = {"mechanism": "gated_delta", **linear}
+            attention["gated_delta"] = {
+                "mechanism": "gated_delta",
+                "by_key_head": self.by_key_head,
+                **linear,
+            }
         if "full" in layer_types:
             attention["full"] = {
                 "mechanism": "full",
@@ -197,6 +202,9 @@ class Kind:
         for kind in {*config.layer_types} & set(needed):
             if not needed[kind].issubset(config.attention.get(kind, {})):
                 wrong["attention"] = config.attention
+        linear = config.attention.get("gated_delta", {})
+        if linear and linear.get("by_key_head", True) != self.by_key_head:
+            wrong["attention"] = config.attention
         for kind in {*config.mlp_types} & set(self.known_mlps):
             own, (names, values) = config.mlps.get(kind, {}), self.known_mlps[kind]
             if not names.issubset(own) or any(own.get(k) != v for k, v in values.items()):

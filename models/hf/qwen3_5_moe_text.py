@@ -29,5 +29,6 @@ FAMILY = qwen.Kind(
     parse_mlps,
     write_mlps,
     {"moe": ({"shared_ff"}, qwen.ROUTED | {"router_normalise": True})},
-    GATED,
+    by_key_head=False,
+    fixed=GATED,
 ).family()

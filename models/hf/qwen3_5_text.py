@@ -1,7 +1,6 @@
 """Qwen3.5 directories without a vision tower: see `qwen`. Every MLP is dense.
 
-The four projections of a linear layer hold, head by head, queries, keys and values; gates;
-strengths; decays.
+A linear layer has four projections: of queries, keys and values; of gates, strengths and decays.
 """
 
 from collections.abc import Mapping
@@ -54,5 +53,6 @@ FAMILY = qwen.Kind(
     parse_mlps,
     write_mlps,
     {"dense": (set(), {})},
-    GATED,
+    by_key_head=False,
+    fixed=GATED,
 ).family()

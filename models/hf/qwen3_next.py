@@ -1,7 +1,6 @@
 """Qwen3-Next directories: see `qwen`. Dense MLPs, or experts beside a gated shared one.
 
-The two projections of a linear layer hold, key head by key head, its query, its key, and the values
-and gates of its value heads; and its value heads' strengths and decays.
+A linear layer has two projections, in which all of a key head lies together.
 """
 
 from collections.abc import Mapping
@@ -10,21 +9,15 @@ from typing import Any
 from models.config import DecoderConfig
 from models.hf import fields as json_fields
 from models.hf import qwen
-from models.hf.parts import Layout, Part
+from models.hf.parts import Layout, part
 
 
 def projections(
     linear: Mapping[str, Any], prefix: str, path: str, shape: tuple[int, ...], *index: int
 ) -> Layout:
     """See `qwen.Kind`."""
-    heads, each = linear["key_heads"], linear["value_heads"] // linear["key_heads"]
-    wide = each * linear["value_dim"]
-    sizes, name = {
-        "attn/qkvz": ((linear["key_dim"], linear["key_dim"], wide, wide), "in_proj_qkvz"),
-        "attn/ba": ((each, each), "in_proj_ba"),
-    }[path]
-    name = f"{prefix}linear_attn.{name}.weight"
-    return (Part(name, (shape[1], shape[0]), index, "heads", heads, sizes),)
+    name = f"{prefix}linear_attn.in_proj_{path.removeprefix('attn/')}.weight"
+    return (part(name, "swap", shape, *index),)
 
 
 def _sparse(fields: Mapping[str, Any], layer: int) -> bool:
@@ -62,4 +55,5 @@ FAMILY = qwen.Kind(
     parse_mlps,
     write_mlps,
     {"dense": ({"d_ff"}, {}), "moe": ({"shared_ff"}, qwen.ROUTED)},
+    by_key_head=True,
 ).family()

@@ -117,6 +117,13 @@ def test_another_familys_model_cannot_be_written(name: str, tmp_path) -> None:
         hf.save_pretrained(*families.model(name), tmp_path / "out")
 
 
+def test_orders_of_columns_are_not_mixed_up(tmp_path) -> None:
+    """Qwen3-Next's and Qwen3.5's linear layers have the same weights in two orders."""
+    for name, other in (("qwen3_5_moe_text", "qwen3_next"), ("qwen3_next", "qwen3_5_moe_text")):
+        with pytest.raises(ValueError, match="has no place for attention"):
+            hf.save_pretrained(*families.model(name), tmp_path / "out", other)
+
+
 TOWERS = {
     "gemma3": ("gemma3_text-five_to_one", ("vision_tower.a.weight", "multi_modal_projector.b")),
     "qwen3_5": ("qwen3_5_text-three_to_one", ("visual.a.weight", "visual.merger.b")),
