@@ -12,7 +12,9 @@ from models.hf.qwen3_5_text import GATED, projections
 def parse_mlps(fields: Mapping[str, Any]) -> tuple[tuple[str, ...], qwen.Mlps]:
     """See `qwen.Kind`."""
     json_fields.fixed(fields, {"mlp_only_layers": []})
-    return ("moe",) * fields["num_hidden_layers"], {"moe": qwen.routed(fields, router_normalise=True)}
+    return ("moe",) * fields["num_hidden_layers"], {
+        "moe": qwen.routed(fields, router_normalise=True)
+    }
 
 
 def write_mlps(config: DecoderConfig) -> dict[str, Any]:
