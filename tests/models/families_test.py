@@ -120,7 +120,7 @@ def test_another_familys_model_cannot_be_written(name: str, tmp_path) -> None:
 def test_orders_of_columns_are_not_mixed_up(tmp_path) -> None:
     """Qwen3-Next's and Qwen3.5's linear layers have the same weights in two orders."""
     for name, other in (("qwen3_5_moe_text", "qwen3_next"), ("qwen3_next", "qwen3_5_moe_text")):
-        with pytest.raises(ValueError, match="has no place for attention"):
+        with pytest.raises(ValueError, match=r"has no place for .*attention="):
             hf.save_pretrained(*families.model(name), tmp_path / "out", other)
 
 
@@ -136,7 +136,11 @@ TOWERS = {
 def test_with_a_vision_tower(name: str, prefix: str, tmp_path) -> None:
     golden, others = TOWERS[name]
     tensors = load_file(families.GOLDENS / golden / "model.safetensors")
-    renamed = {prefix + name.removeprefix("model."): x for name, x in tensors.items()}
+    head = {"language_model.model.": "language_model."}.get(prefix, "")
+    renamed = {
+        prefix + name.removeprefix("model.") if name.startswith("model.") else head + name: x
+        for name, x in tensors.items()
+    }
     renamed[others[0]] = renamed[f"model.{others[1]}"] = np.ones(2)
     if name != "gemma3":
         renamed["mtp.layers.0.a.weight"] = np.ones(2)
