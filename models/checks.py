@@ -1,16 +1,19 @@
 """What a config and its inputs must look like; every error names the value and the remedy."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 
+from hetero_kv.attention.fields import check_integer, check_like
 from hetero_kv.contract import History, LayerSpec, Window
 from hetero_kv.kernels.dispatch import IMPLEMENTATIONS
 from models.config import DecoderConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 POSITIVE = ("vocab_size", "d_model", "n_heads", "head_dim", "n_kv_heads", "d_ff", "chunk")
+TABLES = {"layer_types": "attention", "mlp_types": "mlps"}
 NOT_NEGATIVE = (
     "rope_dim",
     "q_lora_rank",
@@ -25,11 +28,13 @@ NOT_NEGATIVE = (
 
 def check_config(config: DecoderConfig) -> None:
     """Raises ValueError for fields that could not mean anything, whatever the schedule."""
+    for field in dataclasses.fields(config):
+        check_like(field.name, getattr(config, field.name), field.default)
     for name in (*POSITIVE, *NOT_NEGATIVE):
-        value, least = getattr(config, name), int(name in POSITIVE)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r}: an integer >= {least} is needed")
-    if isinstance(config.index_topk, bool) or config.index_topk < -1 or not config.index_topk:
+        check_integer(name, getattr(config, name), int(name in POSITIVE))
+    for types, table in TABLES.items():
+        check_types(config, types, table)
+    if config.index_topk < -1 or not config.index_topk:
         raise ValueError(
             f"index_topk={config.index_topk!r}: entries >= 1, or -1 for all visible ones"
         )
@@ -78,6 +83,29 @@ def check_names(layouts: Mapping[str, str | None], layers: Sequence[LayerSpec]) 
                 f"cache_layouts[{name!r}]={kind!r}: no layer stores a leaf of that name so; those "
                 f"of this model that can be packed are {', '.join(rows) or 'none'}"
             )
+
+
+def check_types(config: DecoderConfig, types: str, table: str) -> None:
+    """Raises ValueError for a schedule that is not one of names, or types declared in vain."""
+    schedule, declared = getattr(config, types), getattr(config, table)
+    if not isinstance(schedule, Sequence) or isinstance(schedule, str):
+        raise ValueError(f"{types}={schedule!r}: a tuple of names is needed, one a layer")
+    if odd := [x for x in schedule if not isinstance(x, str)]:
+        raise ValueError(f"{types} has {odd}: names are needed")
+    if not isinstance(declared, Mapping):
+        raise ValueError(f"{table}={declared!r}: a dict by the names in {types} is needed")
+    for kind, own in declared.items():
+        where = f"{table}[{kind!r}]"
+        if not isinstance(own, Mapping):
+            raise ValueError(f"{where}={own!r}: a dict of its fields is needed")
+        for name in {"mechanism", "form"} & set(own):
+            check_like(f"{where}: {name}", own[name], "")
+        for name in {*POSITIVE, *NOT_NEGATIVE} & set(own):
+            check_integer(f"{where}: {name}", own[name], int(name in POSITIVE))
+    if unused := sorted(str(x) for x in set(declared) - set(schedule)):
+        raise ValueError(
+            f"{table} declares {unused}, which no layer is; name them in {types} or remove them"
+        )
 
 
 def check_tokens(tokens: jax.Array | np.ndarray, shape: tuple[int | None, ...], vocab: int) -> None:

@@ -1,7 +1,8 @@
 """The configuration of a hybrid decoder: every part can be changed or switched off.
 
 Layer types beyond the built-in ones are declared in `attention` and `mlps`: names with fields of
-their own, which come before those of the whole model.
+their own, which come before those of the whole model. What is declared is the type of some layer.
+The `build` of a mechanism's module tells which fields it reads, and which it must be given.
 """
 
 import dataclasses

@@ -34,12 +34,12 @@ class Decoder:
     """
 
     def __init__(self, config: DecoderConfig):
+        check_config(config)
         if len(config.layer_types) != len(config.mlp_types) or not config.layer_types:
             raise ValueError(
                 "layer_types and mlp_types must name the same number of layers, at least one: got "
                 f"{len(config.layer_types)} and {len(config.mlp_types)}"
             )
-        check_config(config)
         # Later changes to the caller's object do not reach us.
         self.config = copy.deepcopy(config)
         kinds = list(zip(config.layer_types, config.mlp_types, strict=True))

@@ -8,7 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from models.config import DecoderConfig
-from models.hf import deepseek_v32, gemma3_text, gpt_oss
+from models.hf import (
+    deepseek_v32,
+    gemma3_text,
+    gpt_oss,
+    qwen3_5_moe_text,
+    qwen3_5_text,
+    qwen3_next,
+)
 
 HALF: Mapping[str, Any] = dict.fromkeys(("param_dtype", "dtype", "cache_dtype"), "bfloat16")
 GRID: Mapping[str, int] = {"chunk": 1_024, "block": 128}
@@ -149,6 +156,75 @@ def deployed(name: str) -> DecoderConfig:
     return RELEASED[name]().replace(cache_layouts=dict(DEPLOYED[name]))
 
 
+# Layers of gated DeltaNet in Qwen3-Next and Qwen3.5, and every fourth one's heads.
+QWEN: Mapping[str, Any] = dict(
+    num_attention_heads=16,
+    head_dim=256,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_conv_kernel_dim=4,
+    dtype="bfloat16",
+)
+
+
+def qwen3_next_80b() -> DecoderConfig:
+    """Qwen3-Next, 80B with 3B active: 48 layers, every fourth with attention."""
+    fields = dict(
+        vocab_size=151_936,
+        hidden_size=2_048,
+        intermediate_size=5_632,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        num_hidden_layers=48,
+        num_key_value_heads=2,
+        num_experts=512,
+        num_experts_per_tok=10,
+        rope_theta=10_000_000.0,
+    )
+    return qwen3_next.FAMILY.parse({**QWEN, **fields}).replace(**GRID)
+
+
+def qwen3_5_9b() -> DecoderConfig:
+    """Qwen3.5, 9B: 32 layers, every fourth with attention."""
+    fields = dict(
+        vocab_size=248_320,
+        hidden_size=4_096,
+        intermediate_size=12_288,
+        num_hidden_layers=32,
+        num_key_value_heads=4,
+        rope_theta=10_000_000.0,
+    )
+    return qwen3_5_text.FAMILY.parse({**QWEN, **fields}).replace(**GRID)
+
+
+def qwen3_5_35b() -> DecoderConfig:
+    """Qwen3.5, 35B with 3B active: 40 layers, every fourth with attention."""
+    fields = dict(
+        vocab_size=248_320,
+        hidden_size=2_048,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        num_hidden_layers=40,
+        num_key_value_heads=2,
+        num_experts=256,
+        num_experts_per_tok=8,
+        rope_theta=10_000_000.0,
+    )
+    return qwen3_5_moe_text.FAMILY.parse({**QWEN, **fields}).replace(**GRID)
+
+
 RELEASED: Mapping[str, Callable[[], DecoderConfig]] = {
-    made.__name__: made for made in (v4_flash, v4_pro, v3_2, gemma3_27b, gpt_oss_120b)
+    made.__name__: made
+    for made in (
+        v4_flash,
+        v4_pro,
+        v3_2,
+        gemma3_27b,
+        gpt_oss_120b,
+        qwen3_next_80b,
+        qwen3_5_9b,
+        qwen3_5_35b,
+    )
 }

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from hetero_kv.attention import registry
 from hetero_kv.attention.call import Call, Mechanism, Train, View
-from hetero_kv.attention.fields import Fields
+from hetero_kv.attention.fields import Fields, check_like
 from hetero_kv.attention.norm import rms_norm
 from hetero_kv.params import Params, ParamSpec, ParamTree
 from models.checks import check_layouts
@@ -42,7 +42,10 @@ class Residual:
     @classmethod
     def of(cls, config: DecoderConfig, own: Mapping[str, Any]) -> "Residual":
         """From the fields of a layer's or an MLP's type."""
-        return cls(config.normed_residual, *(own.get(name, 1.0) for name in FACTORS))
+        factors = [own.get(name, 1.0) for name in FACTORS]
+        for name, factor in zip(FACTORS, factors, strict=True):
+            check_like(name, factor, 1.0)
+        return cls(config.normed_residual, *factors)
 
     def __call__(self, x: jax.Array, normed: jax.Array, y: jax.Array) -> jax.Array:
         """x, its norm, and y, [R, S, d] each."""
@@ -62,8 +65,7 @@ def attention(config: DecoderConfig, kind: str) -> Mechanism:
     build = registry.find(own.pop("mechanism", kind))
     fields = Fields(config, kind, own)
     made = build(fields)
-    if fields.unused:
-        raise ValueError(f"attention[{kind!r}] has fields that nothing reads: {fields.unused}")
+    fields.check_unused()
     check_layouts(kind, fields.get("cache_layouts") or {}, made.spec())
     return made
 
@@ -74,10 +76,9 @@ def feed_forward(config: DecoderConfig, kind: str) -> FeedForward | None:
     form = own.pop("form", kind)
     if form not in FORMS:
         raise ValueError(f"unknown MLP type {form!r} in mlp_types; use one of {tuple(FORMS)}")
-    fields = Fields(config, kind, own)
+    fields = Fields(config, kind, own, "mlps")
     made = FORMS[form](fields)
-    if fields.unused:
-        raise ValueError(f"mlps[{kind!r}] has fields that nothing reads: {fields.unused}")
+    fields.check_unused()
     return made
 
 

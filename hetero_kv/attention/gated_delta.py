@@ -1,7 +1,7 @@
 """Gated DeltaNet: a delta rule whose state decays, behind a short convolution (arXiv 2412.06464).
 
-As in Qwen3-Next: `key_heads` heads of normed queries and keys, each for some of the `value_heads`;
-a gated norm of what the state gives.
+As in Qwen3-Next and Qwen3.5: `key_heads` heads of normed queries and keys, each for some of the
+`value_heads`; a gated norm of what the state gives.
 """
 
 import dataclasses
@@ -19,13 +19,18 @@ from hetero_kv.params import Params, ParamSpec, ParamTree
 
 @dataclasses.dataclass(frozen=True)
 class GatedDelta:
-    """key_heads of key_dim channels; value_heads, a multiple of them, of value_dim channels."""
+    """key_heads of key_dim channels; value_heads, a multiple of them, of value_dim channels.
+
+    by_key_head: projections hold, for one key head after the other, all that belongs to it (as
+    Qwen3-Next's), and not one kind of thing after the other (as Qwen3.5's).
+    """
 
     d_model: int
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
+    by_key_head: bool
     eps: float
 
     def __post_init__(self):
@@ -48,7 +53,7 @@ class GatedDelta:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def params(self) -> ParamTree:
-        """qkvz, ba: by key head its query, key, values and gates, and strengths and decays."""
+        """qkvz: queries, keys, values and gates; ba: strengths and decays."""
         wide = self.value_heads * self.value_dim
         return {
             "qkvz": ParamSpec((self.d_model, self.channels + wide)),
@@ -60,15 +65,18 @@ class GatedDelta:
         }
 
     def _split(self, params: Params, x: jax.Array) -> list[jax.Array]:
-        """Queries, keys, values, gates: [R, S, key_heads, ...]."""
-        both = jnp.matmul(x, params["qkvz"]).reshape(*x.shape[:-1], self.key_heads, -1)
-        wide = self.each * self.value_dim
-        return jnp.split(both, [self.key_dim, 2 * self.key_dim, 2 * self.key_dim + wide], axis=-1)
+        """What is convolved, and gates."""
+        both = jnp.matmul(x, params["qkvz"])
+        if not self.by_key_head:
+            return jnp.split(both, [self.channels], axis=-1)
+        both = both.reshape(*x.shape[:-1], self.key_heads, -1)
+        cuts = [self.key_dim, 2 * self.key_dim, 2 * self.key_dim + self.each * self.value_dim]
+        parts = [y.reshape(*x.shape[:-1], -1) for y in jnp.split(both, cuts, axis=-1)]
+        return [jnp.concatenate(parts[:3], axis=-1), parts[3]]
 
     def raw(self, params: Params, x: jax.Array) -> jax.Array:
         """See `Form`."""
-        parts = self._split(params, x)[:3]
-        return jnp.concatenate([y.reshape(*x.shape[:-1], -1) for y in parts], axis=-1)
+        return self._split(params, x)[0]
 
     def operands(self, params: Params, x: jax.Array, mixed: jax.Array) -> Operands:
         """See `Form`."""
@@ -77,30 +85,28 @@ class GatedDelta:
         q, k = (y.reshape(*x.shape[:-1], self.key_heads, -1) for y in (q, k))
         q, k = (jnp.repeat(unit(y), self.each, axis=-2) for y in (q, k))
         ba = jnp.matmul(x, params["ba"], preferred_element_type=jnp.float32)
-        ba = ba.reshape(*x.shape[:-1], self.key_heads, 2, self.each)
-        b, a = (ba[..., i, :].reshape(*x.shape[:-1], -1) for i in range(2))
+        if self.by_key_head:
+            ba = ba.reshape(*x.shape[:-1], self.key_heads, 2, self.each).swapaxes(-2, -3)
+            ba = ba.reshape(*x.shape[:-1], -1)
+        b, a = jnp.split(ba, 2, axis=-1)
         decay = -jnp.exp(params["a_log"]) * jax.nn.softplus(a + params["dt_bias"])
         v = v.reshape(*x.shape[:-1], self.value_heads, -1)
         return Operands(q * self.key_dim**-0.5, k, v, decay[..., None], jax.nn.sigmoid(b))
 
     def output(self, params: Params, out: jax.Array, x: jax.Array, mixed: jax.Array) -> jax.Array:
         """See `Form`."""
-        gate = self._split(params, x)[3].reshape(out.shape).astype(jnp.float32)
+        gate = self._split(params, x)[1].reshape(out.shape).astype(jnp.float32)
         out = rms_norm(out, params["norm"], self.eps) * jax.nn.silu(gate)
         return jnp.matmul(out.astype(x.dtype).reshape(*x.shape[:-1], -1), params["o"])
 
 
 def build(fields: Fields) -> Recurrent:
-    """From a layer type's fields; its own: key_heads and value_heads of key_dim and
-    value_dim channels, conv_width.
+    """From a layer type's fields.
+
+    Its own: key_heads of key_dim channels and value_heads of value_dim channels, which it must say;
+    conv_width (4); by_key_head (True), the order of columns.
     """
-    form = GatedDelta(
-        fields.d_model,
-        fields.key_heads,
-        fields.value_heads,
-        fields.key_dim,
-        fields.value_dim,
-        fields.norm_eps,
-    )
+    sizes = fields.sizes("key_heads", "value_heads", "key_dim", "value_dim")
+    form = GatedDelta(fields.d_model, *sizes, fields.get("by_key_head", True), fields.norm_eps)
     width, name = fields.get("conv_width", 4), f"{fields.kind} convolution"
     return Recurrent(fields.kind, form, ShortConv(name, width, form.channels, fields.dtype))

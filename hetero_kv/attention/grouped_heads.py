@@ -57,7 +57,7 @@ class GroupedHeads:
             qk_norm=fields.qk_norm,
             sinks=fields.sinks,
             eps=fields.norm_eps,
-            scale=fields.get("attn_scale") or fields.head_dim**-0.5,
+            scale=fields.get("attn_scale", fields.head_dim**-0.5),
             cache_dtype=fields.cache_dtype,
             bias=fields.get("attn_bias", False),
             softcap=fields.get("attn_softcap", 0.0),

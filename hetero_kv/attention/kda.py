@@ -71,8 +71,12 @@ class KimiDelta:
 
 
 def build(fields: Fields) -> Recurrent:
-    """From a layer type's fields; its own: linear_heads, linear_dim, conv_width."""
-    form = KimiDelta(fields.d_model, fields.linear_heads, fields.linear_dim, fields.norm_eps)
+    """From a layer type's fields.
+
+    Its own: linear_heads and linear_dim, which it must say; conv_width (4).
+    """
+    heads, dim = fields.sizes("linear_heads", "linear_dim")
+    form = KimiDelta(fields.d_model, heads, dim, fields.norm_eps)
     channels, width = 3 * form.heads * form.dim, fields.get("conv_width", 4)
     conv = ShortConv(f"{fields.kind} convolution", width, channels, fields.dtype)
     return Recurrent(fields.kind, form, conv)

@@ -59,6 +59,6 @@ class Lightning:
 
 
 def build(fields: Fields) -> Recurrent:
-    """From a layer type's fields: n_heads of head_dim."""
+    """From a layer type's fields: n_heads of head_dim channels. It must say nothing of its own."""
     form = Lightning(fields.d_model, fields.n_heads, fields.head_dim)
     return Recurrent(fields.kind, form, None)

@@ -30,7 +30,7 @@ class Mamba2:
     eps: float
 
     def __post_init__(self):
-        if self.heads % self.groups:
+        if self.groups < 1 or self.heads % self.groups:
             raise ValueError(f"ssm_groups={self.groups} must divide ssm_heads={self.heads}")
 
     @property
@@ -94,18 +94,14 @@ class Mamba2:
 
 
 def build(fields: Fields) -> Recurrent:
-    """From a layer type's fields; its own: ssm_heads, ssm_dim, ssm_groups, ssm_states, ssm_dt_min,
-    conv_width, conv_bias.
+    """From a layer type's fields.
+
+    Its own: ssm_heads, ssm_dim and ssm_states, which it must say; ssm_groups (1), ssm_dt_min (0),
+    conv_width (4), conv_bias (True).
     """
-    form = Mamba2(
-        fields.d_model,
-        fields.ssm_heads,
-        fields.ssm_dim,
-        fields.get("ssm_groups", 1),
-        fields.ssm_states,
-        fields.get("ssm_dt_min", 0.0),
-        fields.norm_eps,
-    )
+    heads, dim, states = fields.sizes("ssm_heads", "ssm_dim", "ssm_states")
+    groups, least = fields.get("ssm_groups", 1), fields.get("ssm_dt_min", 0.0)
+    form = Mamba2(fields.d_model, heads, dim, groups, states, least, fields.norm_eps)
     width, bias = fields.get("conv_width", 4), fields.get("conv_bias", True)
     conv = ShortConv(f"{fields.kind} convolution", width, form.channels, fields.dtype, bias)
     return Recurrent(fields.kind, form, conv)

@@ -236,14 +236,15 @@ class Mla:
 
 
 def build(fields: Fields) -> Mla:
-    """From a layer type's fields; its own: kv_lora_rank, nope_dim, v_dim, shared_dim; attn_scale,
-    latent_eps.
+    """From a layer type's fields.
 
-    Also its own is rope: of the shared key, while index keys have the same with pairs in halves.
-    `indexer` off or `index_topk` < 0: every token is attended.
+    Its own: kv_lora_rank, nope_dim and v_dim, which it must say; shared_dim (that of its rope),
+    attn_scale ((nope_dim + shared_dim)^-0.5), latent_eps (1e-6); and rope: of the shared key, while
+    index keys have the same with pairs in halves. `indexer` off or `index_topk` < 0: every token is
+    attended.
     """
-    kind, rope = fields.kind, fields.rope_of(fields.rope_theta)
-    latent, nope_dim, dtype = fields.kv_lora_rank, fields.nope_dim, fields.cache_dtype
+    latent, nope_dim, v_dim = fields.sizes("kv_lora_rank", "nope_dim", "v_dim")
+    kind, rope, dtype = fields.kind, fields.rope_of(fields.rope_theta), fields.cache_dtype
     d_query, shared = fields.q_lora_rank or fields.d_model, fields.get("shared_dim", rope.dim)
     indexer = None
     if fields.indexer and fields.index_topk >= 0:
@@ -269,11 +270,11 @@ def build(fields: Fields) -> Mla:
         fields.d_model,
         fields.n_heads,
         nope_dim,
-        fields.v_dim,
+        v_dim,
         latent,
         fields.q_lora_rank,
         rope,
-        fields.get("attn_scale") or (nope_dim + shared) ** -0.5,
+        fields.get("attn_scale", (nope_dim + shared) ** -0.5),
         fields.get("latent_eps", EPS),
         EntryPool(
             "latent",

@@ -263,7 +263,7 @@ def build(fields: Fields) -> Nsa:
     if fields.window < 1:
         raise ValueError(f"a {kind!r} layer needs window >= 1, got {fields.window}")
     width, form = 2 * groups * dim, attend.Form(groups)
-    hidden = fields.get("nsa_hidden") or 2 * dim
+    hidden = fields.get("nsa_hidden", 2 * dim)
     span = blocks.span
     return Nsa(
         kind,

@@ -104,22 +104,24 @@ def parse(fields: Mapping[str, Any]) -> DecoderConfig:
         scale *= rope.mscale(turned["yarn"]["factor"], given["mscale_all_dim"]) ** 2
     dense = fields.get("first_k_dense_replace", FIRST_DENSE)
     own = {ours: fields[theirs] for theirs, ours in OWN.items()}
+    mlp_types = json_fields.mlp_types(fields, MLPS, dense)
+    mlps = {
+        "dense": {"d_ff": fields["intermediate_size"]},
+        "moe": {
+            "router_score": "sigmoid",
+            "router_groups": fields.get("n_group", 8),
+            "router_groups_kept": fields.get("topk_group", 4),
+            "router_normalise": fields.get("norm_topk_prob", True),
+        },
+    }
     return DecoderConfig(
         **{ours: fields[theirs] for theirs, ours in PLAIN.items()},
         **json_fields.dtypes(fields),
         **copy.deepcopy(OURS),
         layer_types=json_fields.schedule(fields, TYPES, ["indexed_attention"] * count),
-        mlp_types=json_fields.mlp_types(fields, MLPS, dense),
+        mlp_types=mlp_types,
         attention={"mla": {"mechanism": "mla", "rope": turned, "attn_scale": scale, **own}},
-        mlps={
-            "dense": {"d_ff": fields["intermediate_size"]},
-            "moe": {
-                "router_score": "sigmoid",
-                "router_groups": fields.get("n_group", 8),
-                "router_groups_kept": fields.get("topk_group", 4),
-                "router_normalise": fields.get("norm_topk_prob", True),
-            },
-        },
+        mlps=json_fields.used(mlps, mlp_types),
         norm_eps=fields.get("rms_norm_eps", 1e-6),
         tie_embeddings=fields.get("tie_word_embeddings", False),
     )
@@ -127,14 +129,16 @@ def parse(fields: Mapping[str, Any]) -> DecoderConfig:
 
 def write(config: DecoderConfig) -> dict[str, Any]:
     """Fields of a `config.json`; ValueError where the family has no place for the model."""
-    own, mlps = config.attention.get("mla", {}), config.mlps
+    own = config.attention.get("mla", {})
+    # Types that no layer has are written as if they had the model's width.
+    mlps = {"dense": {"d_ff": config.d_ff}, "moe": {"router_score": "sigmoid"}} | config.mlps
     wrong = json_fields.unlike(config, OURS)
     known = {"layer_types": set(TYPES.values()), "mlp_types": set(MLPS.values())}
     wrong |= {k: getattr(config, k) for k, v in known.items() if set(getattr(config, k)) - v}
     if not {*OWN.values(), "rope", "attn_scale"} <= set(own):
         wrong["attention"] = config.attention
-    if mlps.get("moe", {}).get("router_score") != "sigmoid" or "d_ff" not in mlps.get("dense", {}):
-        wrong["mlps"] = mlps
+    if mlps["moe"].get("router_score") != "sigmoid" or "d_ff" not in mlps["dense"]:
+        wrong["mlps"] = config.mlps
     json_fields.refuse(wrong, "DeepSeek-V3.2")
     theirs = {ours: name for name, ours in MLPS.items()}
     parameters = rope.parameters(own["rope"])

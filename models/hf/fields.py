@@ -68,6 +68,11 @@ def mlp_types(fields: Mapping[str, Any], known: Mapping[str, str], dense: int) -
     return tuple(known[kind] for kind in types)
 
 
+def used(table: Mapping[str, Any], types: Iterable[str]) -> dict[str, Any]:
+    """What is declared of the types that some layer is."""
+    return {kind: own for kind, own in table.items() if kind in types}
+
+
 def unlike(config: DecoderConfig, values: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of ours that are not as a family has them in every configuration."""
     return {k: getattr(config, k) for k, v in values.items() if getattr(config, k) != v}

@@ -102,7 +102,7 @@ def parse(fields: Mapping[str, Any]) -> DecoderConfig:
         **copy.deepcopy(OURS),
         layer_types=layer_types,
         mlp_types=("dense",) * len(layer_types),
-        attention={name: x for name, x in attention.items() if name in layer_types},
+        attention=json_fields.used(attention, layer_types),
         rope_dim=fields["head_dim"],
         norm_eps=fields.get("rms_norm_eps", 1e-6),
         embed_scale=math.sqrt(fields["hidden_size"]),

@@ -111,7 +111,7 @@ def parse(fields: Mapping[str, Any]) -> DecoderConfig:
         **copy.deepcopy(OURS),
         layer_types=layer_types,
         mlp_types=("moe",) * len(layer_types),
-        attention={name: x for name, x in attention.items() if name in layer_types},
+        attention=json_fields.used(attention, layer_types),
         rope_dim=fields["head_dim"],
         norm_eps=fields.get("rms_norm_eps", 1e-5),
         swiglu_limit=fields.get("swiglu_limit", 7.0),

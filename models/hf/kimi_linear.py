@@ -122,40 +122,48 @@ def _layer_types(fields: Mapping[str, Any]) -> tuple[str, ...]:
     return json_fields.schedule(fields, TYPES, [list(TYPES)[i in full] for i in range(count)])
 
 
-def parse(fields: Mapping[str, Any]) -> DecoderConfig:
-    """The configuration that a `config.json` describes; ValueError for what is not understood."""
-    needed = [*PLAIN, *LATENT, "num_hidden_layers", "intermediate_size"]
-    json_fields.need(fields, needed)
-    json_fields.fixed(fields, FIXED)
-    dense = fields.get("first_k_dense_replace", 1)
+def _linear(fields: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes of a linear layer."""
     released = fields.get("linear_attn_config") or {}
     if not released:
         json_fields.need(fields, LINEAR)
-        linear = {ours: fields[theirs] for theirs, ours in LINEAR.items()}
-    else:
-        linear = {ours: released[theirs] for theirs, ours in RELEASED.items()}
-        linear["conv_width"] = released.get("short_conv_kernel_size", 4)
-    latent = {ours: fields[theirs] for theirs, ours in LATENT.items()}
+        return {ours: fields[theirs] for theirs, ours in LINEAR.items()}
+    sizes = {ours: released[theirs] for theirs, ours in RELEASED.items()}
+    return sizes | {"conv_width": released.get("short_conv_kernel_size", 4)}
+
+
+def parse(fields: Mapping[str, Any]) -> DecoderConfig:
+    """The configuration that a `config.json` describes; ValueError for what is not understood."""
+    json_fields.need(fields, [*PLAIN, "num_hidden_layers", "intermediate_size"])
+    json_fields.fixed(fields, FIXED)
+    dense = fields.get("first_k_dense_replace", 1)
+    layer_types = _layer_types(fields)
+    attention: dict[str, dict[str, Any]] = {}
+    if "kda" in layer_types:
+        attention["kda"] = {"mechanism": "kda", **_linear(fields)}
+    if "mla" in layer_types:
+        json_fields.need(fields, LATENT)
+        latent = {ours: fields[theirs] for theirs, ours in LATENT.items()}
+        attention["mla"] = {"mechanism": "mla", **latent}
+    mlp_types = json_fields.mlp_types(fields, MLPS, dense)
+    mlps = {
+        "dense": {"d_ff": fields["intermediate_size"]},
+        "moe": {
+            "router_score": "sigmoid",
+            "router_groups": fields.get("num_expert_group", 1),
+            "router_groups_kept": fields.get("topk_group", 1),
+            "router_normalise": fields.get("moe_renormalize", True),
+        },
+    }
     return DecoderConfig(
         **{ours: fields[theirs] for theirs, ours in PLAIN.items()},
         **json_fields.dtypes(fields),
         **OURS,
         q_lora_rank=fields.get("q_lora_rank") or 0,
-        layer_types=_layer_types(fields),
-        mlp_types=json_fields.mlp_types(fields, MLPS, dense),
-        attention={
-            "kda": {"mechanism": "kda", **linear},
-            "mla": {"mechanism": "mla", **latent},
-        },
-        mlps={
-            "dense": {"d_ff": fields["intermediate_size"]},
-            "moe": {
-                "router_score": "sigmoid",
-                "router_groups": fields.get("num_expert_group", 1),
-                "router_groups_kept": fields.get("topk_group", 1),
-                "router_normalise": fields.get("moe_renormalize", True),
-            },
-        },
+        layer_types=layer_types,
+        mlp_types=mlp_types,
+        attention=attention,
+        mlps=json_fields.used(mlps, mlp_types),
         norm_eps=fields.get("rms_norm_eps", 1e-5),
         tie_embeddings=fields.get("tie_word_embeddings", False),
     )
@@ -165,19 +173,19 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     """Fields of a `config.json`; ValueError where the family has no place for the model."""
     theirs = {ours: name for name, ours in TYPES.items()}
     mlp_names = {ours: name for name, ours in MLPS.items()}
-    attention, mlps = copy.deepcopy(config.attention), copy.deepcopy(config.mlps)
+    attention = copy.deepcopy(config.attention)
+    # Types that no layer has are written as if they had the model's width.
+    mlps = {"dense": {"d_ff": config.d_ff}, "moe": {"router_score": "sigmoid"}} | config.mlps
     wrong = json_fields.unlike(config, OURS)
     known = {"layer_types": set(theirs), "mlp_types": set(mlp_names)}
     wrong |= {k: getattr(config, k) for k, v in known.items() if set(getattr(config, k)) - v}
-    linear, latent = attention.get("kda", {}), attention.get("mla", {})
-    if set(linear) != {"mechanism", *LINEAR.values()} or set(latent) != {
-        "mechanism",
-        *LATENT.values(),
-    }:
-        wrong["attention"] = attention
-    moe = mlps.get("moe", {})
-    if moe.get("router_score") != "sigmoid" or "d_ff" not in mlps.get("dense", {}):
-        wrong["mlps"] = mlps
+    for kind, names in (("kda", LINEAR), ("mla", LATENT)):
+        own = set(attention.get(kind, ()))
+        if kind in config.layer_types and own != {"mechanism", *names.values()}:
+            wrong["attention"] = attention
+    moe = mlps["moe"]
+    if moe.get("router_score") != "sigmoid" or "d_ff" not in mlps["dense"]:
+        wrong["mlps"] = config.mlps
     json_fields.refuse(wrong, "Kimi Linear")
     return {
         "architectures": ["KimiLinearForCausalLM"],
@@ -196,8 +204,12 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         **{name: getattr(config, ours) for name, ours in PLAIN.items()},
-        **{name: latent[ours] for name, ours in LATENT.items()},
-        **{name: linear[ours] for name, ours in LINEAR.items()},
+        **{
+            name: attention[kind][ours]
+            for kind, names in (("kda", LINEAR), ("mla", LATENT))
+            for name, ours in names.items()
+            if kind in attention
+        },
         "hidden_act": "silu",
         "attention_bias": False,
     }

@@ -88,6 +88,8 @@ def parse(fields: Mapping[str, Any]) -> DecoderConfig:
     json_fields.fixed(fields, FIXED)
     given = fields.get("rope_parameters") or {"rope_theta": fields.get("rope_theta")}
     default = ["linear_attention", "full_attention"] * fields["num_hidden_layers"]
+    default = default[1 : fields["num_hidden_layers"] + 1]
+    layer_types = json_fields.schedule(fields, TYPES, default)
     factors = {
         kind: {
             ours: float(fields.get(f"{name}_{which}_factor", 1.0)) for which, ours in BOTH.items()
@@ -95,18 +97,17 @@ def parse(fields: Mapping[str, Any]) -> DecoderConfig:
         for kind, name in FACTORS.items()
     }
     full = {"mechanism": "full", "rope": rope.rope(given, THETA) | {"halves": True}}
+    attention = {
+        "lightning": {"mechanism": "lightning", **factors["lightning"]},
+        "full": full | factors["full"],
+    }
     return DecoderConfig(
         **{ours: sizes[theirs] for theirs, ours in PLAIN.items()},
         **json_fields.dtypes(fields),
         **OURS,
-        layer_types=json_fields.schedule(
-            fields, TYPES, default[1 : fields["num_hidden_layers"] + 1]
-        ),
+        layer_types=layer_types,
         mlp_types=("moe",) * fields["num_hidden_layers"],
-        attention={
-            "lightning": {"mechanism": "lightning", **factors["lightning"]},
-            "full": full | factors["full"],
-        },
+        attention=json_fields.used(attention, layer_types),
         mlps={"moe": ROUTED | factors["moe"]},
         rope_dim=sizes["head_dim"],
         norm_eps=fields.get("rms_norm_eps", 1e-5),
@@ -127,26 +128,31 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         "moe": {*ROUTED, *BOTH.values()},
     }
     wrong |= {
-        kind: own.get(kind) for kind, names in expected.items() if set(own.get(kind, ())) != names
+        kind: own.get(kind)
+        for kind, names in expected.items()
+        if kind in (*config.layer_types, *config.mlp_types) and set(own.get(kind, ())) != names
     }
     json_fields.refuse(wrong, "MiniMax-01")
-    return {
+    written: dict[str, Any] = {
         "architectures": ["MiniMaxForCausalLM"],
         "model_type": "minimax",
         "dtype": config.param_dtype,
         "num_hidden_layers": len(config.layer_types),
         "layer_types": [theirs[kind] for kind in config.layer_types],
-        "rope_parameters": rope.parameters(own["full"]["rope"]),
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         **{
             f"{name}_{which}_factor": own[kind][ours]
             for kind, name in FACTORS.items()
             for which, ours in BOTH.items()
+            if kind in own
         },
         **{name: getattr(config, ours) for name, ours in PLAIN.items()},
         **FIXED,
     }
+    if "full" in own:
+        written["rope_parameters"] = rope.parameters(own["full"]["rope"])
+    return written
 
 
 FAMILY = Family(

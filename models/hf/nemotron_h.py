@@ -151,31 +151,33 @@ def parse(fields: Mapping[str, Any]) -> DecoderConfig:
     fields = {**DEFAULTS, **fields}
     if not any(fields.get(x) for x in ("layers_block_type", "layer_types")):
         json_fields.need(fields, ["hybrid_override_pattern"])
-    json_fields.need(fields, [*PLAIN, *STATE, "intermediate_size"])
+    json_fields.need(fields, [*PLAIN, "intermediate_size"])
     json_fields.fixed(fields, FIXED)
-    layers, mlps = _pairs(fields)
+    layers, mlp_types = _pairs(fields)
+    attention: dict[str, dict[str, Any]] = {"full": {"mechanism": "full"}}
+    if "mamba2" in layers:
+        json_fields.need(fields, STATE)
+        state = {ours: fields[theirs] for theirs, ours in STATE.items()}
+        attention["mamba2"] = {"mechanism": "mamba2", **state}
+    mlps = {
+        "dense": {"d_ff": fields["intermediate_size"], "activation": "relu2"},
+        "moe": {
+            "activation": "relu2",
+            "shared_ff": fields.get("moe_shared_expert_intermediate_size", 7688),
+            "router_score": "sigmoid",
+            "router_groups": fields.get("n_group", 1),
+            "router_groups_kept": fields.get("topk_group", 1),
+            "router_normalise": fields.get("norm_topk_prob", True),
+        },
+    }
     return DecoderConfig(
         **{ours: fields[theirs] for theirs, ours in PLAIN.items()},
         **json_fields.dtypes(fields),
         **OURS,
         layer_types=tuple(layers),
-        mlp_types=tuple(mlps),
-        attention={
-            "mamba2": {"mechanism": "mamba2"}
-            | {ours: fields[theirs] for theirs, ours in STATE.items()},
-            "full": {"mechanism": "full"},
-        },
-        mlps={
-            "dense": {"d_ff": fields["intermediate_size"], "activation": "relu2"},
-            "moe": {
-                "activation": "relu2",
-                "shared_ff": fields.get("moe_shared_expert_intermediate_size", 7688),
-                "router_score": "sigmoid",
-                "router_groups": fields.get("n_group", 1),
-                "router_groups_kept": fields.get("topk_group", 1),
-                "router_normalise": fields.get("norm_topk_prob", True),
-            },
-        },
+        mlp_types=tuple(mlp_types),
+        attention=json_fields.used(attention, layers),
+        mlps=json_fields.used(mlps, mlp_types),
         norm_eps=fields.get("layer_norm_epsilon", 1e-5),
         tie_embeddings=fields.get("tie_word_embeddings", False),
     )
@@ -185,14 +187,14 @@ def write(config: DecoderConfig) -> dict[str, Any]:
     """Fields of a `config.json`; ValueError where the family has no place for the model."""
     theirs = {ours: name for name, ours in (MIXERS | MLPS).items()}
     attention, mlps = copy.deepcopy(config.attention), copy.deepcopy(config.mlps)
+    used = {*config.layer_types, *config.mlp_types}
     wrong = json_fields.unlike(config, OURS)
     known = {"layer_types": set(MIXERS.values()), "mlp_types": {*MLPS.values(), "none"}}
     wrong |= {k: getattr(config, k) for k, v in known.items() if set(getattr(config, k)) - v}
-    state, moe = attention.get("mamba2", {}), mlps.get("moe", {})
-    full = attention.get("full", {})
-    if set(state) != {"mechanism", *STATE.values()} or set(full) != {"mechanism"}:
+    expected = {"mamba2": {"mechanism", *STATE.values()}, "full": {"mechanism"}}
+    if any(set(attention.get(kind, ())) != expected[kind] for kind in used & set(expected)):
         wrong["attention"] = attention
-    if any(mlps.get(name, {}).get("activation") != "relu2" for name in ("dense", "moe")):
+    if any(mlps.get(x, {}).get("activation") != "relu2" for x in used & {"dense", "moe"}):
         wrong["mlps"] = mlps
     json_fields.refuse(wrong, "Nemotron-H")
     types = [
@@ -201,23 +203,28 @@ def write(config: DecoderConfig) -> dict[str, Any]:
         for kind in both
         if kind != "none"
     ]
-    return {
+    written: dict[str, Any] = {
         "architectures": ["NemotronHForCausalLM"],
         "model_type": "nemotron_h",
         "dtype": config.param_dtype,
         "layers_block_type": types,
-        "intermediate_size": mlps["dense"]["d_ff"],
-        "moe_shared_expert_intermediate_size": moe["shared_ff"],
+        "intermediate_size": mlps.get("dense", {}).get("d_ff", config.d_ff),
         "n_shared_experts": 1,
-        "n_group": moe["router_groups"],
-        "topk_group": moe["router_groups_kept"],
-        "norm_topk_prob": moe["router_normalise"],
         "layer_norm_epsilon": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         **{name: getattr(config, ours) for name, ours in PLAIN.items()},
-        **{name: state[ours] for name, ours in STATE.items()},
         **FIXED,
     }
+    if state := attention.get("mamba2"):
+        written |= {name: state[ours] for name, ours in STATE.items()}
+    if moe := mlps.get("moe"):
+        written |= {
+            "moe_shared_expert_intermediate_size": moe["shared_ff"],
+            "n_group": moe["router_groups"],
+            "topk_group": moe["router_groups_kept"],
+            "norm_topk_prob": moe["router_normalise"],
+        }
+    return written
 
 
 FAMILY = Family(

@@ -18,6 +18,9 @@ WINDOW = 127  # tokens of a V4 window but the current one
         ("v3_2", 671e9, 61 * 2 * (512 + 64 + 128) / 1024, 0),  # KiB a token: GiB at 2^20
         ("gemma3_27b", 27e9, 10 * 2 * 2 * 16 * 128 / 1024, 52 * 1023),
         ("gpt_oss_120b", 117e9, 18 * 2 * 2 * 8 * 64 / 1024, 18 * WINDOW),
+        ("qwen3_next_80b", 80e9, 12 * 2 * 2 * 2 * 256 / 1024, -1),  # a state cannot be replayed
+        ("qwen3_5_9b", 9e9, 8 * 2 * 2 * 4 * 256 / 1024, -1),
+        ("qwen3_5_35b", 35e9, 10 * 2 * 2 * 2 * 256 / 1024, -1),
     ],
 )
 def test_released_models(name: str, parameters: float, gib: float, replay: int) -> None:
@@ -39,6 +42,13 @@ def test_v4_state_of_one_position() -> None:
     sparse = 8 * (4 * 2 * 2 * width + 4) + 8 * (4 * 2 * 2 * index + 4)
     heavy = 128 * (4 * 2 * width + 4)
     assert found["checkpoint_bytes"] == windows + csa * sparse + hca * heavy
+
+
+def test_qwen_state_of_one_position() -> None:
+    """A float32 matrix a head, and the last inputs of its convolution in bfloat16."""
+    found = describe(geometry_config.get_config("qwen3_next_80b"))
+    channels = (2 * 16 + 32) * 128
+    assert found["checkpoint_bytes"] == 36 * (32 * 128 * 128 * 4 + 4 * (channels * 2 + 4))
 
 
 def test_v4_1_keeps_no_windows_and_replays_one() -> None:

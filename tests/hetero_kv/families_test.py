@@ -2,10 +2,12 @@
 
 import pytest
 
+from hetero_kv import bundle_files, snapshot
 from hetero_kv.faults import kinds
 from hetero_kv.faults.kinds import Case
 from hetero_kv.faults.trial import SILENT
 from tests.hetero_kv.engine import world
+from tests.hetero_kv.engine.faults_test import NUMBER, tamper, warmed
 from tests.hetero_kv.faults.matrix_test import bench, run, with_all_on
 from tests.models import families
 
@@ -57,3 +59,46 @@ def test_a_fault_of_every_component_is_caught(name: str, tmp_path) -> None:
     with_all_on(made, some, tmp_path / "on")
     wrong = [x for x in run(made, some, kinds.CHECKS, tmp_path / "off") if x.status == SILENT]
     assert {x.case.component for x in wrong} == {case.component for case in some}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["v4", *families.every()])
+def test_an_audit_finds_damage_of_every_component_and_leaves_a_bundle(name: str, tmp_path) -> None:
+    spec = world.model(name)[0].cache_spec
+    length = spec.largest_boundary(len(world.request(NUMBER).tokens))
+    for i, component in enumerate(kinds.live_components(spec, length)):
+        directory = tmp_path / str(i)
+        made = warmed("validated", name, audit_share=1.0, bundle_dir=str(directory))
+        tamper(made, component)
+        handle = made.submit(world.request(NUMBER))
+        world.drain(made)
+        assert made.result(handle).resumable_length == length
+        (found,) = made.breaker.failed
+        assert (found.component, found.length) == (component, length)
+        (path,) = directory.iterdir()
+        bundle = bundle_files.load(path)
+        assert bundle.about["finding"]["component"] == component
+        assert bundle.leaves().keys() == {x.path for x in snapshot.kept(spec)}
+        (after,) = made.generate([world.request(NUMBER)])
+        world.same_answer(after, NUMBER, name)
+        assert after.resumable_length == 0
+        world.settled(made)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["v4", *families.every()])
+def test_wrong_evidence_is_refused_within_the_call(name: str) -> None:
+    spec = world.model(name)[0].cache_spec
+    told = {slot.leaf.component for slot in spec.slots() if slot.leaf.dtype == "int32"}
+    for component in sorted(told):
+        made = warmed("validated", name)
+        tamper(made, component, evidence=True)
+        mate, handle = made.submit(world.request(2)), made.submit(world.request(NUMBER))
+        world.drain(made)
+        result = made.result(handle)
+        world.same_answer(result, NUMBER, name)
+        world.same_answer(made.result(mate), 2, name)
+        assert result.reused_length == 0 and result.discarded > 0
+        (reason,) = [x for x in result.reasons if x.code == "evidence"]
+        assert component in reason.detail and reason.before > 0
+        world.settled(made)

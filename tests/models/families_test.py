@@ -116,22 +116,45 @@ def test_another_familys_model_cannot_be_written(name: str, tmp_path) -> None:
         hf.save_pretrained(*families.model(name), tmp_path / "out")
 
 
+def test_orders_of_columns_are_not_mixed_up(tmp_path) -> None:
+    """Qwen3-Next's and Qwen3.5's linear layers have the same weights in two orders."""
+    for name, other in (("qwen3_5_moe_text", "qwen3_next"), ("qwen3_next", "qwen3_5_moe_text")):
+        with pytest.raises(ValueError, match=r"has no place for .*attention="):
+            hf.save_pretrained(*families.model(name), tmp_path / "out", other)
+
+
+TOWERS = {
+    "gemma3": ("gemma3_text-five_to_one", ("vision_tower.a.weight", "multi_modal_projector.b")),
+    "qwen3_5": ("qwen3_5_text-three_to_one", ("visual.a.weight", "visual.merger.b")),
+    "qwen3_5_moe": ("qwen3_5_moe_text-three_to_one", ("visual.a.weight", "visual.merger.b")),
+}
+
+
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_gemma_3_with_a_vision_tower(prefix: str, tmp_path) -> None:
-    golden = "gemma3_text-five_to_one"
+@pytest.mark.parametrize("name", TOWERS)
+def test_with_a_vision_tower(name: str, prefix: str, tmp_path) -> None:
+    golden, others = TOWERS[name]
     tensors = load_file(families.GOLDENS / golden / "model.safetensors")
-    renamed = {prefix + name.removeprefix("model."): x for name, x in tensors.items()}
-    renamed["vision_tower.a.weight"] = renamed["model.multi_modal_projector.b"] = np.ones(2)
+    head = {"language_model.model.": "language_model."}.get(prefix, "")
+    renamed = {
+        prefix + name.removeprefix("model.") if name.startswith("model.") else head + name: x
+        for name, x in tensors.items()
+    }
+    renamed[others[0]] = renamed[f"model.{others[1]}"] = np.ones(2)
+    if name != "gemma3":
+        renamed["mtp.layers.0.a.weight"] = np.ones(2)
     save_file(renamed, tmp_path / "model.safetensors")
-    fields = {"model_type": "gemma3", "text_config": families.fields(golden)}
+    fields = {"model_type": name, "text_config": families.fields(golden)}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     model, params = hf.from_pretrained(tmp_path, chunk=families.CHUNK, block=families.BLOCK)
     assert model.config == families.load(golden)[0].config
     jax.tree.map(np.testing.assert_array_equal, params, families.load(golden)[1])
-    with pytest.raises(ValueError, match="gemma3_text"):
-        hf.save_pretrained(model, params, tmp_path / "out", "gemma3")
+    with pytest.raises(ValueError, match=f"use {golden.partition('-')[0]}"):
+        hf.save_pretrained(model, params, tmp_path / "out", name)
     with pytest.raises(ValueError, match="text_config"):
-        hf.family("gemma3").parse({})
+        hf.family(name).parse({})
+    with pytest.raises(ValueError, match="quantization"):
+        hf.family(name).parse(fields | {"quantization_config": {"quant_method": "fp8"}})
 
 
 def test_families_are_found_by_their_files() -> None:

@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from models import hf
+from tests.models import families as model_families
 from tests.parity import families, hf_family
 from tests.parity.splits import run_split, splits_of
 
@@ -24,6 +25,9 @@ ALL = [pytest.param(*case, id=f"{case[0]}-{case[1].name}") for case in families.
 
 @pytest.mark.parametrize("model_type, case", ALL)
 def test_family(model_type, case, tmp_path, record_property):
+    fields = {**families.module(model_type).BASE, **case.hf}
+    for bound in ("sliding_window", "index_topk"):  # far enough that both are left behind
+        assert case.length > 2 * fields.get(bound, 0)
     torch_model, tokens = hf_family.build(model_type, case), families.tokens_of(model_type, case)
     want = hf_family.full_logits(torch_model, tokens)
     assert 2 < np.abs(want).max() < 60
@@ -42,6 +46,11 @@ def test_family(model_type, case, tmp_path, record_property):
     split = [7, 1, 1, case.length - 9]
     cached = hf_family.cached_logits(torch_model, tokens, split)
     np.testing.assert_allclose(cached, want, atol=tolerance, rtol=0)
+
+
+def test_no_family_is_tried_on_less_than_four_models():
+    assert all(len(families.module(name).CASES) >= 4 for name in families.names())
+    assert sorted(families.names()) == model_families.names()
 
 
 @pytest.mark.parametrize("model_type", families.names())

@@ -11,7 +11,7 @@ from tests.hetero_kv.engine import world
 from tests.models import families
 
 SOME = range(8)
-OTHERS = ["scanned", "full_mixed", "no_overlap", "no_window", "full", *families.every()]
+OTHERS = ["v4", "scanned", "full_mixed", "no_overlap", "no_window", "full", *families.every()]
 
 
 def serve(made, numbers) -> dict[int, object]:

@@ -16,11 +16,11 @@ COMPONENTS = ("csa entries", "csa index keys", "windows", "tails")
 NUMBER = next(x for x in range(99) if len(world.request(x).tokens) > 40 and x % 2)
 
 
-def warmed(reuse: str = "validated", **options):
+def warmed(reuse: str = "validated", name: str = "small", **options):
     """An engine whose store holds everything of request NUMBER."""
-    store = world.store()
-    list(world.engine("validated", store=store).generate([world.request(NUMBER)]))
-    return world.engine(reuse, store=store, **options)
+    store = world.store(name)
+    list(world.engine("validated", name, store=store).generate([world.request(NUMBER)]))
+    return world.engine(reuse, name, store=store, **options)
 
 
 def tamper(made, component: str, evidence: bool = False):

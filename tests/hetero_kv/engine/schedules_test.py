@@ -1,15 +1,31 @@
 """Random schedules of everything that can happen to an engine; the books are exact after each."""
 
+import functools
+import math
+
 import numpy as np
 import pytest
 
 from hetero_kv import Engine, Request
+from hetero_kv.contract import History
 from hetero_kv.requests import CANCELLED, FAILED, FINISHED, REFUSED
 from tests.hetero_kv.engine import world
+from tests.models import families
 
 REQUESTS = 16
 STORES = ("full", "full", "zero", "periodic:16", "fork")
-HISTORY = ("csa entries", "csa index keys")
+
+
+@functools.cache
+def unit(name: str) -> int:
+    """Bytes of one block and one checkpoint."""
+    transfer = world.store(name).transfer
+    return transfer.history_layout(1).nbytes + transfer.checkpoint_layout.nbytes
+
+
+def scaled(size: int, name: str) -> int:
+    """As many blocks and checkpoints as `size` bytes hold of the small model."""
+    return size * unit(name) // unit("small")
 
 
 class BadStore:
@@ -32,24 +48,31 @@ class BadStore:
 class Schedule:
     """One random history."""
 
-    def __init__(self, seed: int, paged: bool = False):
+    def __init__(self, seed: int, paged: bool = False, name: str = "small"):
         self.rng = np.random.default_rng([9, seed])
-        self.paged = paged
+        self.paged, self.name = paged, name
+        spec = world.model(name)[0].cache_spec
+        leaves = [slot.leaf for slot in spec.slots()]
+        self.history = sorted({x.component for x in leaves if isinstance(x.contract, History)})
+        self.told = sorted({x.component for x in leaves if x.dtype == "int32"})  # by evidence
+        replayed = not math.isinf(spec.replay_length)
+        stores = [x for x in STORES if replayed or x != "zero"]
         self.reuse = str(self.rng.choice(["off", "validated", "validated", "validated", "shadow"]))
         self.store = self.bad = None
         if self.reuse != "off":
-            size = int(self.rng.choice([20_000, 60_000, world.PLENTY]))
-            self.store = world.store(policy=str(self.rng.choice(STORES)), host_bytes=size)
+            size = scaled(int(self.rng.choice([20_000, 60_000, world.PLENTY])), name)
+            self.store = world.store(name, policy=str(self.rng.choice(stores)), host_bytes=size)
             self.bad = BadStore(self.store)
         self.time = 0.0
         self.made: Engine = world.engine(
             self.reuse,
+            name,
             store=self.store,
             clock=lambda: self.time,
             audit_share=0.3,
             chunks_per_step=int(self.rng.integers(1, 4)),
             preempt=str(self.rng.choice(["save", "recompute", "never"])),
-            saved_bytes=int(self.rng.choice([0, 30_000, 1 << 30])),
+            saved_bytes=scaled(int(self.rng.choice([0, 30_000, 1 << 30])), name),
             tenant_slots=self.rng.choice([None, 1, 2]),
             max_waiting=int(self.rng.choice([4, 64])),
             flight_timeout=float(self.rng.choice([0, 3, 1e9])),
@@ -95,11 +118,11 @@ class Schedule:
                 self.bad.failing = set(rng.choice(calls, rng.integers(0, 3)).tolist())
         elif what == "row" and made.scheduler.active():
             entry = made.scheduler.active()[0]
-            self.damaged |= world.damage(made, entry.slot, "windows", evidence=True)
+            self.damaged |= world.damage(made, entry.slot, self.told[-1], evidence=True)
         elif what == "page" and made.scheduler.active():
             # What the books of references say is left alone: they are compared after each action.
             entry = made.scheduler.active()[-1]
-            component, field = rng.choice(HISTORY), rng.choice(["generation", "owner", "form"])
+            component, field = rng.choice(self.history), rng.choice(["generation", "owner", "form"])
             self.damaged |= world.damage_page(made, entry.slot, component, field)
         else:
             made.step()
@@ -123,12 +146,12 @@ class Schedule:
             if number is None:
                 assert result.status == REFUSED and "tokens must be in" in result.why
             elif result.status == FINISHED:
-                world.same_answer(result, number)
+                world.same_answer(result, number, self.name)
             elif result.status == FAILED:
                 assert self.damaged, result.why
             else:
                 assert result.status in (CANCELLED, REFUSED)
-                want = world.alone(number).tokens
+                want = world.alone(number, self.name).tokens
                 assert result.tokens.tolist() == want[: len(result.tokens)].tolist()
         world.settled(self.made)
         assert world.count(self.made, "redecode_mismatches_total") == 0
@@ -136,20 +159,21 @@ class Schedule:
         return ends
 
 
-def _run(seeds: range, paged: bool = False) -> None:
+def _run(seeds: range, paged: bool = False, name: str = "small") -> None:
     ends: dict[str, int] = {}
     happened: dict[str, int] = {}
     for seed in seeds:
-        schedule = Schedule(seed, paged)
+        schedule = Schedule(seed, paged, name)
         for status, number in schedule.run().items():
             ends[status] = ends.get(status, 0) + number
-        for name, number in schedule.made.counters.snapshot().items():
-            happened[name] = happened.get(name, 0) + number
-    assert min(ends.get(x, 0) for x in (FINISHED, CANCELLED, REFUSED)) > 10, ends
+        for what, number in schedule.made.counters.snapshot().items():
+            happened[what] = happened.get(what, 0) + number
+    few = 0.4 * len(seeds)
+    assert min(ends.get(x, 0) for x in (FINISHED, CANCELLED, REFUSED)) > few, ends
     assert ends[FINISHED] > 8 * len(seeds), ends
     if paged:
-        for name in ("shared_pages_total", "page_waits_total", "verdict_bits_total"):
-            assert sum(n for x, n in happened.items() if f"engine_{name}" in x) > 10, name
+        for what in ("shared_pages_total", "page_waits_total", "verdict_bits_total"):
+            assert sum(n for x, n in happened.items() if f"engine_{what}" in x) > few, what
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -161,3 +185,10 @@ def test_random_schedules(part: int) -> None:
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 def test_many_random_schedules(paged: bool) -> None:
     _run(range(100, 1100), paged)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["v4", *families.every()])
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_random_schedules_of_every_family(name: str, paged: bool) -> None:
+    _run(range(10), paged, name)

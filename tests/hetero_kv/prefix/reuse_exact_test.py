@@ -12,17 +12,18 @@ from tests.hetero_kv.prefix.benches import MATE, ROW, bench, reset
 from tests.hetero_kv.prefix.stores import plain_metrics
 from tests.models import families
 
+POLICIES = ("full", "periodic:2", "end", "fork", "zero")
 # "nsa" has all kinds of leaves; every family goes through the store in the engine's tests too.
 MODELS = [
     *("tiny", "full", "nsa"),
-    *(pytest.param(name, marks=pytest.mark.full) for name in families.names()),
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("v4", *families.names())),
 ]
 CASES = [
-    *(("tiny", policy) for policy in ("full", "periodic:2", "end", "fork", "zero")),
+    *(("tiny", policy) for policy in POLICIES),
     *(
         pytest.param(name, policy, marks=pytest.mark.full)
-        for name in families.every()
-        for policy in ("periodic:2", "zero")
+        for name in ("v4", *families.every())
+        for policy in POLICIES
     ),
 ]
 
@@ -43,6 +44,35 @@ def test_every_multiple_of_g_resumes_exactly(name):
         logits, cache = b.finish(cache, tokens, b.prompt(60, 31))
         assert b.same_as_cold(1, n, at, logits, cache), at
     assert store.verify() == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tiny", *(pytest.param(x, marks=pytest.mark.full) for x in ("v4", *families.every()))],
+)
+def test_what_comes_from_disk_resumes_exactly(name, tmp_path):
+    b, n = bench(name), 89
+
+    def opened():
+        return PrefixStore(
+            b.spec, b.identity, host_bytes=1 << 24, disk_dir=tmp_path, disk_bytes=1 << 24
+        )
+
+    store = opened()
+    b.publish(store, seed=1, n=n)
+    assert store.flush().ok
+    tokens, cache = b.prompt(1, n), b.used(seed=5, n=70)
+    for at in range(b.spec.granularity, n, b.spec.granularity):
+        store.close()
+        store = opened()
+        with store.lookup(tokens[: at + 1]) as lease:
+            assert lease.resumable_length == at and set(lease.routes.values()) == {"disk"}
+            cache = store.restore(lease, cache, ROW)
+        cache = reset(b, cache, MATE)
+        logits, cache = b.finish(cache, tokens, b.prompt(60, 31))
+        assert b.same_as_cold(1, n, at, logits, cache), at
+        assert store.verify() == []
+    store.close()
 
 
 @pytest.mark.parametrize("name, policy", CASES)

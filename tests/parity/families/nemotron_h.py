@@ -2,7 +2,12 @@
 
 The library clips steps from below at `time_step_min` in prefill and not in decoding, so that its
 decoding differs from its prefill where a step is shorter: see `tests/parity/nemotron_h_test.py`. We
-clip in both. Here no step is that short.
+clip in both. Here no step is that short. Layers without a state have an empty place in its cache,
+so that caches are not to be counted by layers of attention.
+
+Of other families with Mamba layers, which have no converter: a call of several tokens on a cache of
+Jamba's does not hand the cached state to its scan (one prefill and decoding by single tokens are
+right), and a cached call of Bamba's needs `position_ids`, or begins at 0 again.
 """
 
 from collections.abc import Mapping

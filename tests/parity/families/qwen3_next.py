@@ -2,7 +2,8 @@
 
 The library is right in every split (its chunks are of 64 tokens, ours are other ones: rounding). It
 keeps K columns of the convolution where K - 1 are read, and its decays within a chunk are
-differences of sums from the chunk's start, which lose digits where a head decays fast.
+differences of sums from the chunk's start, which lose digits where a head decays fast. A cache of
+linear layers alone has no length (`get_seq_length` raises): there must be a layer of attention.
 """
 
 from collections.abc import Mapping
