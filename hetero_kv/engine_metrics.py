@@ -30,6 +30,10 @@ _COUNTERS = {
     "discarded_tokens_total": "Prompt tokens of runs that were given up and begun again.",
     "decode_calls_total": "Decode calls, each of up to `burst` steps.",
     "decoded_tokens_total": "Tokens that decode calls made, those made again included.",
+    "verify_calls_total": "Calls that verified drafts.",
+    "drafted_tokens_total": "Drafted tokens that were verified.",
+    "accepted_tokens_total": "Drafted tokens that were accepted.",
+    "drafts_refused_total": "Drafts that were too long or no tokens, and drafters that raised.",
     "redecoded_tokens_total": "Tokens of answers that were made again after a preemption.",
     "redecode_mismatches_total": "Tokens that came out otherwise the second time.",
     "preemptions_total": "Preemptions, by whether saving was asked for.",
@@ -46,6 +50,7 @@ _COUNTERS = {
     "nonfinite_total": "Answers given up because logits were not finite.",
     "audits_total": "Audits, by outcome.",
     "bundles_total": "Bundles of audits and requests, by outcome; see Engine.reuser.bundles.last.",
+    "bundle_failures_total": "Bundles that could not be written, by error.",
     "audit_tokens_total": "Tokens that ran for audits.",
     "reuse_off_total": "Times that failed audits have switched reuse off.",
 }

@@ -17,6 +17,7 @@ import numpy as np
 from hetero_kv.metrics import Counters, Number, series
 from hetero_kv.pages import table
 from hetero_kv.pages.admission import Given, Want
+from hetero_kv.pages.brought import Brought
 from hetero_kv.pages.layout import PageSpec
 from hetero_kv.pages.validate import Expected
 from hetero_kv.rows import Rows
@@ -99,6 +100,12 @@ class SlotPages:
             return None
         some = slice(None) if slot is None else slice(slot, slot + 1)
         return Expected(self._generation[:, some], self._owner[:, some])
+
+    def brought(self, slot: int, brought: Brought | None) -> Brought | None:
+        """What a restore has brought, and what the slot got by sharing beside it."""
+        if brought is None:
+            return None
+        return brought._replace(shared=self._whole[:, slot].copy())
 
     def shared(self, slot: int) -> dict[str, int]:
         """Pages that the slot got by sharing, by component."""
@@ -267,6 +274,13 @@ class SlotPages:
         self._whole[:, slot], self._sealed[:, slot] = 0, 0
         self._keys[slot], self._owners[slot], self._restored[slot] = (), None, 0
         return self._rows.revoke(cache, slot, ids, left)
+
+    def distrust(self, slot: int) -> None:
+        """A call has refused the slot: nobody gets its pages by sharing any more."""
+        for c, page in enumerate(self._pages):
+            held = self._ids[c, slot, : page.columns]
+            for i in held[held < page.count].tolist():
+                self._unname(c, i)
 
     # -- inside --------------------------------------------------------------------------------
 

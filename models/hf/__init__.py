@@ -41,10 +41,10 @@ def from_pretrained(directory: str | pathlib.Path, **changes: Any) -> tuple[Deco
     path = pathlib.Path(directory) / "config.json"
     if not path.is_file():
         raise ValueError(f"{path} does not exist; give a directory with config.json")
-    fields = json.loads(path.read_text())
     try:
+        fields = json.loads(path.read_text())
         found = family(fields.get("model_type"))
-    except ValueError as error:
+    except (ValueError, AttributeError) as error:
         raise ValueError(f"{path}: {error}") from error
     return found.load(directory, fields, **changes)
 

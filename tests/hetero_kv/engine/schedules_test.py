@@ -7,7 +7,7 @@ from hetero_kv import Engine, Request
 from hetero_kv.requests import CANCELLED, FAILED, FINISHED, REFUSED
 from tests.hetero_kv.engine import world
 
-REQUESTS = 16
+REQUESTS = world.KNOWN
 STORES = ("full", "full", "zero", "periodic:16", "fork")
 HISTORY = ("csa entries", "csa index keys")
 
@@ -30,11 +30,11 @@ class BadStore:
 
 
 class Schedule:
-    """One random history."""
+    """One random history; in every third of them answers are drafted."""
 
     def __init__(self, seed: int, paged: bool = False):
         self.rng = np.random.default_rng([9, seed])
-        self.paged = paged
+        self.paged, self.drafts = paged, seed % 3 == 0
         self.reuse = str(self.rng.choice(["off", "validated", "validated", "validated", "shadow"]))
         self.store = self.bad = None
         if self.reuse != "off":
@@ -54,6 +54,7 @@ class Schedule:
             max_waiting=int(self.rng.choice([4, 64])),
             flight_timeout=float(self.rng.choice([0, 3, 1e9])),
             paged=paged,
+            drafter=world.guess if self.drafts else None,
         )
         self.numbers: dict = {}
         self.damaged = False
@@ -123,12 +124,12 @@ class Schedule:
             if number is None:
                 assert result.status == REFUSED and "tokens must be in" in result.why
             elif result.status == FINISHED:
-                world.same_answer(result, number)
+                world.same_answer(result, number, drafts=self.drafts)
             elif result.status == FAILED:
                 assert self.damaged, result.why
             else:
                 assert result.status in (CANCELLED, REFUSED)
-                want = world.alone(number).tokens
+                want = world.alone(number, drafts=self.drafts).tokens
                 assert result.tokens.tolist() == want[: len(result.tokens)].tolist()
         world.settled(self.made)
         assert world.count(self.made, "redecode_mismatches_total") == 0
@@ -147,17 +148,20 @@ def _run(seeds: range, paged: bool = False) -> None:
             happened[name] = happened.get(name, 0) + number
     assert min(ends.get(x, 0) for x in (FINISHED, CANCELLED, REFUSED)) > 10, ends
     assert ends[FINISHED] > 8 * len(seeds), ends
+    some = ("drafted_tokens_total", "accepted_tokens_total", "redecoded_tokens_total")
+    assert all(sum(n for x, n in happened.items() if f"engine_{y}" in x) > 10 for y in some)
     if paged:
         for name in ("shared_pages_total", "page_waits_total", "verdict_bits_total"):
             assert sum(n for x, n in happened.items() if f"engine_{name}" in x) > 10, name
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(6))
 def test_random_schedules(part: int) -> None:
-    _run(range(25 * part, 25 * part + 25), paged=part % 2 > 0)
+    """100 in pages, 50 in rows."""
+    _run(range(25 * part, 25 * part + 25), paged=part < 4)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 def test_many_random_schedules(paged: bool) -> None:
-    _run(range(100, 1100), paged)
+    _run(range(150, 1150), paged)

@@ -1,0 +1,193 @@
+"""Drafts in the engine: right tokens, the bits of a run that never drafted wrongly, refusals."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from hetero_kv import Request
+from hetero_kv.drafting import PromptLookup
+from hetero_kv.requests import FINISHED
+from hetero_kv.rows import Rows
+from tests.hetero_kv.engine import world
+
+NUMBERS = range(9)
+
+
+def test_prompt_lookup_finds_the_latest_longest_match() -> None:
+    rng = np.random.default_rng(0)
+    drafter = PromptLookup(tokens=4, longest=3, shortest=1)
+    sizes = set()
+    for _ in range(300):
+        tokens = rng.integers(0, 4, int(rng.integers(1, 14))).astype(np.int32)
+        want = []
+        for size in (3, 2, 1):
+            ends = [
+                i
+                for i in range(size, len(tokens))
+                if tokens[i - size : i].tolist() == tokens[len(tokens) - size :].tolist()
+            ]
+            if ends:
+                want = tokens[ends[-1] : ends[-1] + 4].tolist()
+                break
+        assert drafter(tokens).tolist() == want
+        sizes.add(len(want))
+    assert sizes == {0, 1, 2, 3, 4}
+    with pytest.raises(ValueError, match="shortest"):
+        PromptLookup(longest=1, shortest=2)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_answers_are_those_without_drafts(paged: bool) -> None:
+    """Tokens equal, greedy and drawn; logits to rounding. All bits as alone: neither mates, slots,
+    pages nor a preemption change where a request is verified."""
+    made = world.engine(drafter=world.guess, paged=paged)
+    handles = {made.submit(world.request(x)): x for x in NUMBERS}
+    for i in range(10_000):
+        if not made.busy:
+            break
+        made.step()
+        assert made.problems() == []
+        if i % 7 == 5 and made.scheduler.active():
+            made.preempt(made.scheduler.active()[i % 2 - 1].handle, save=bool(i % 3))
+    for handle, number in handles.items():
+        result, plain = made.result(handle), world.alone(number)
+        world.same_answer(result, number, drafts=True)
+        assert result.tokens.tolist() == plain.tokens.tolist()
+        np.testing.assert_allclose(result.logits, plain.logits, atol=1e-5, rtol=1e-5)
+    drafted, accepted = (world.count(made, f"{x}_tokens_total") for x in ("drafted", "accepted"))
+    assert drafted > accepted > 10
+    assert world.count(made, "redecoded_tokens_total") > 10
+    assert world.count(made, "redecode_mismatches_total") == 0
+    assert world.count(made, "decode_calls_total") > 0  # where nothing was drafted
+    world.settled(made)
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_state_is_that_of_a_run_that_never_drafted_wrongly(paged: bool) -> None:
+    """Verified in the same pieces, with right guesses alone: bit for bit, at every length."""
+    request = Request(world.request(7).tokens, 20)
+    (plain,) = world.engine().generate([request])
+    whole = np.concatenate([request.tokens, plain.tokens])
+
+    def drafter(tokens: np.ndarray) -> np.ndarray:
+        at = len(tokens) - len(request.tokens)
+        guess = whole[len(tokens) :][: at * 3 % (world.DRAFT + 1)].copy()
+        guess[at * 5 % 4 :] = (guess[at * 5 % 4 :] + 1) % world.VOCAB
+        return guess
+
+    made = world.engine(drafter=drafter, paged=paged)
+    entry = made._entries[made.submit(request)]
+    lengths = set()
+    while True:
+        made.step()
+        if entry.slot is None:
+            break
+        one = made.rows.take(made.cache, entry.slot)
+        again = world.engine(drafter=world.guess, paged=paged)
+        other = again._entries[again.submit(request)]
+        other.emitted, other.pieces = list(entry.emitted), dict(entry.pieces)
+        while other.cursor < len(entry.emitted):
+            again.step()
+        two = again.rows.take(again.cache, other.slot)
+        wrong = [x for x in made.rows.differ(one, two) if int(x.row) >= 0]
+        assert int(one.length[0]) == int(two.length[0]) and not wrong
+        assert int(one.grid_length[0]) == int(two.grid_length[0]) <= len(request.tokens)
+        lengths.add(int(one.length[0]))
+    assert len(lengths) > 5 and entry.emitted == plain.tokens.tolist()
+    assert {x - 1 for x in entry.pieces.values()} >= {0, 1, 2}
+
+
+def test_all_accepted_is_as_some_accepted() -> None:
+    """Where a mate's guess is wrong, the call has a second round; nobody else notices."""
+    right, wrong = (Request(world.request(x).tokens, 12) for x in (7, 5))
+    (plain,) = world.engine().generate([right])
+    whole = np.concatenate([right.tokens, plain.tokens])
+
+    def drafter(tokens: np.ndarray) -> np.ndarray:
+        if np.array_equal(tokens[: len(right.tokens)], right.tokens):
+            return whole[len(tokens) :][:3]
+        return np.array([world.VOCAB - 1] * 3)
+
+    (alone,) = world.engine(drafter=drafter).generate([right])
+    made = world.engine(drafter=drafter)
+    handle = made.submit(right)
+    made.submit(wrong)
+    world.drain(made)
+    beside = made.result(handle)
+    assert beside.tokens.tolist() == alone.tokens.tolist() == plain.tokens.tolist()
+    assert beside.logits.tobytes() == alone.logits.tobytes()
+    assert alone.logits.tobytes() != plain.logits.tobytes()  # another grid: the positive control
+
+
+def test_beyond_the_budget_is_refused() -> None:
+    model, _ = world.model()
+    chunk = model.cache_spec.chunk
+    for tokens in (chunk, -1):
+        with pytest.raises(ValueError, match="rewind budget"):
+            Rows(model, slots=1, capacity=world.CAPACITY, draft_tokens=tokens)
+    with pytest.raises(ValueError, match="draft_tokens"):
+        dataclasses.replace(world.OPTIONS, draft_tokens=0)
+    with pytest.raises(ValueError, match="other \\['draft_tokens'\\]"):
+        world.engine(drafter=world.guess, draft_tokens=world.DRAFT - 1)
+
+
+@pytest.mark.parametrize(
+    "drafted, why",
+    [
+        ([0] * (world.DRAFT + 1), "at most 5 can be rewound"),
+        ([world.VOCAB], "must be in 0..60"),
+        ([-1], "must be in 0..60"),
+        ([0.5], "got float64"),
+        ([[1]], "got int64[1, 1]"),
+        (None, "no idea"),
+    ],
+)
+def test_what_is_no_draft_is_refused_and_the_request_is_served(drafted, why: str) -> None:
+    def drafter(tokens: np.ndarray):
+        if drafted is None:
+            raise RuntimeError("no idea")
+        return drafted
+
+    made = world.engine(drafter=drafter)
+    (result,) = made.generate([world.request(7)])
+    world.same_answer(result, 7)  # decoded, as without a drafter
+    (told,) = [x for x in result.reasons if x.code == "draft_refused"]
+    assert why in told.detail
+    assert world.count(made, "drafts_refused_total") == len(result.tokens) - 2
+    assert world.count(made, "verify_calls_total") == 0
+
+
+@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+def test_a_wrong_state_is_refused_by_the_call_that_verifies(paged: bool) -> None:
+    made = world.engine(drafter=world.guess, paged=paged)
+    handle, mate = made.submit(world.request(7)), made.submit(world.request(5))
+    while not world.count(made, "verify_calls_total"):
+        made.step()
+    entry = made._entries[handle]
+    before = list(entry.emitted)
+    if paged:
+        assert world.damage_page(made, entry.slot, "csa entries", "generation")
+    else:
+        assert world.damage(made, entry.slot, "windows", evidence=True)
+    world.drain(made)
+    result = made.result(handle)
+    assert result.tokens[: len(before)].tolist() == before
+    world.same_answer(result, 7, drafts=True)
+    world.same_answer(made.result(mate), 5, drafts=True)
+    assert world.count(made, "verdicts_total") == 1
+    world.settled(made)
+
+
+def test_a_stop_in_a_draft_ends_the_answer() -> None:
+    request = Request(world.request(7).tokens, 20)
+    (plain,) = world.engine().generate([request])
+    tokens = plain.tokens.tolist()
+    at = next(x for x in range(2, 12) if tokens.index(tokens[x]) == x)
+    stopped = dataclasses.replace(request, stop=(tokens[at],))
+    whole = np.concatenate([request.tokens, plain.tokens])
+    made = world.engine(drafter=lambda x: whole[len(x) :][: world.DRAFT])
+    (result,) = made.generate([stopped])
+    assert result.status == FINISHED and result.tokens.tolist() == tokens[: at + 1]
+    assert len(result.logits) == at + 1
+    world.settled(made)
