@@ -95,7 +95,7 @@ class Engine(Decoding):
         self.store = store
         self.counters = engine_metrics.counters()
         self.breaker = Breaker(options.audit_failures)
-        self.pages = SlotPages(self.rows, self.counters)
+        self.pages = SlotPages(self.rows, self.counters, options.keep_pages)
         self.reuser = Reuser(
             self.rows,
             params,

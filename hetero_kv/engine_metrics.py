@@ -45,6 +45,8 @@ _COUNTERS = {
     "verdicts_total": "Rows that a call refused because their state or their pages were wrong.",
     "verdict_bits_total": "What was wrong with them, by component and reason.",
     "shared_pages_total": "Pages that requests got because others held them, by component.",
+    "revived_pages_total": "Of these, pages that were kept and of no request, by component.",
+    "dropped_pages_total": "Kept pages that had to go so that a request could be admitted.",
     "corrupt_pages_total": "Pages that were not shared because their bytes had changed.",
     "page_waits_total": "Steps in which a request found a slot, but too few pages.",
     "nonfinite_total": "Answers given up because logits were not finite.",

@@ -52,6 +52,8 @@ class Options:
     paging: pages that slots share, as `Paging.of(model.cache_spec, slots, capacity, …)`: each
         request holds those of its own tokens, and one copy of a prefix serves all. None: every slot
         has rows for `capacity` tokens of its own.
+    keep_pages: pages of prefixes stay in the pools when their last request leaves, until they are
+        needed: later requests share them without a copy. Only with `paging`.
     validate: every call verifies the state that it reads. False: for measurements.
     debug_poison: rows nobody owns are NaN. strict: a second compile of a bucket raises.
     clock, sleep: seconds.
@@ -79,6 +81,7 @@ class Options:
     keep_logits: bool = False
     keep_prompt_logits: bool = False
     paging: Paging | None = None
+    keep_pages: bool = False
     validate: bool = True
     debug_poison: bool = False
     strict: bool = False
@@ -99,5 +102,7 @@ class Options:
                 raise ValueError(f"{name} is an integer, got {value!r}")
         if self.paging is not None and not isinstance(self.paging, Paging):
             raise ValueError(f"paging is a Paging or None, got {self.paging!r}")
+        if self.keep_pages and self.paging is None:
+            raise ValueError("keep_pages=True needs pages: give paging=Paging.of(…)")
         if self.bundle_dir is not None and pathlib.Path(self.bundle_dir).is_file():
             raise ValueError(f"bundle_dir={self.bundle_dir!r} is a file: name a directory")

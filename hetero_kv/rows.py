@@ -27,7 +27,7 @@ from hetero_kv.pages import brought as at_first_use
 from hetero_kv.pages import cache as paged
 from hetero_kv.pages import slots as slots_lib
 from hetero_kv.pages import validate as at_use
-from hetero_kv.pages.admission import Given, Settled, Want
+from hetero_kv.pages.admission import Given, Settled, Some, Want
 from hetero_kv.pages.brought import Brought
 from hetero_kv.pages.layout import Paging
 from hetero_kv.pages.table import Ledger, PageTable
@@ -151,6 +151,8 @@ class Rows:
         self._settle = self._jit("settle", functools.partial(admission.settle, spec))
         self._fail_load = self._jit("fail_load", admission.fail_load)
         self._revoke = self._jit("revoke", self._traced_revoke)
+        self._keep = self._jit("keep", admission.keep)
+        self._drop = self._jit("drop", functools.partial(admission.drop, spec, poison=poison))
         self._ledgers = self.guard.jit("ledgers", paged.ledgers, _batch)
         differ = functools.partial(differences.differ, spec, self.compared)
         self._differ = self.guard.jit("differ", differ, _batch)
@@ -224,6 +226,16 @@ class Rows:
     def revoke(self, cache: Cache, row: int, ids: np.ndarray, left: np.ndarray) -> Cache:
         """Takes the row's pages by the host's books; the row starts over."""
         return self._revoke(cache, self._row(cache, row), ids, left)
+
+    def keep(self, cache: Cache, some: Some) -> tuple[Cache, np.ndarray]:
+        """Pins pages beyond the rows that hold them; flags by component, on the host."""
+        cache, flags = self._keep(cache, some)
+        return cache, jax.device_get(flags)
+
+    def drop(self, cache: Cache, some: Some) -> tuple[Cache, np.ndarray]:
+        """Takes back `keep`."""
+        cache, flags = self._drop(cache, some)
+        return cache, jax.device_get(flags)
 
     def page_books(self, cache: Cache) -> tuple[dict[str, PageTable], dict[str, Ledger]]:
         """The page table of each component and its ledger, on the host."""
@@ -340,7 +352,7 @@ class Rows:
         bits = self._verdict(one, expected, count, count > 0, check[None], replay[None])[0]
         bits = bits.at[-1].set(bits[-1] | _wrong_length(one.length[0] != start))
         if self.check:
-            found, one = at_first_use.changed(self.spec, one, brought, replay)
+            found, one = at_first_use.changed(self.spec, one, brought)
             bits |= found
         count = jnp.where(jnp.all(bits == 0), count, 0)
         kind = "all" if self.keep_prompt_logits else "last"

@@ -29,7 +29,7 @@ class Brought(NamedTuple):
     sums: Array  # u32[C]
     first: Array  # i32[], blocks before those whose History came by the copy
     tokens: Array  # i32[], the length it stands for; 0: nothing is to be compared
-    state: Array  # bool[], whether windows, tails and recurrent state came too
+    state: Array  # bool[], whether windows, tails and recurrent state came too, not by a replay
     shared: Array  # i32[components in pages], leading pages that the row shares
 
 
@@ -56,14 +56,11 @@ def given(
     return sums + slot_sums.of_leaves(spec, some, tokens[None])[0]
 
 
-def changed(
-    spec: CacheSpec, one: Cache, brought: Brought, replay: jax.Array
-) -> tuple[jax.Array, Cache]:
+def changed(spec: CacheSpec, one: Cache, brought: Brought) -> tuple[jax.Array, Cache]:
     """u32[C], bits CHECKSUM: components of a row (batch 1) that are not as they were brought.
 
-    Costs one more reading of what was brought; nothing where nothing was. In a replay the row holds
-    no windows and tails yet. Shared pages that have changed are CORRUPT in the cache returned, so
-    that whoever else holds them is refused too.
+    Costs one more reading of what was brought; nothing where nothing was. Shared pages that have
+    changed are CORRUPT in the cache returned, so that whoever else holds them is refused too.
     """
     here = brought.tokens > 0
 
@@ -78,7 +75,7 @@ def changed(
         return slot_sums.of_leaves(spec, some, brought.tokens[None])[0]
 
     sums = _of_history(spec, _history(spec), read, brought.first, brought.tokens)
-    sums += jax.lax.cond(here & brought.state & ~replay, state, lambda: jnp.zeros_like(sums))
+    sums += jax.lax.cond(here & brought.state, state, lambda: jnp.zeros_like(sums))
     wrong = here & (sums != brought.sums)
     if one.pages is not None:
         some, one = _condemned(spec, one, jnp.where(here, brought.shared, 0))

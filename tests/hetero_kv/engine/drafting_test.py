@@ -1,11 +1,13 @@
 """Drafts in the engine: right tokens, the bits of a run that never drafted wrongly, refusals."""
 
 import dataclasses
+import functools
 
+import jax
 import numpy as np
 import pytest
 
-from hetero_kv import Request
+from hetero_kv import Request, verifying
 from hetero_kv.drafting import PromptLookup
 from hetero_kv.requests import FINISHED
 from hetero_kv.rows import Rows
@@ -118,6 +120,24 @@ def test_all_accepted_is_as_some_accepted() -> None:
     assert beside.tokens.tolist() == alone.tokens.tolist() == plain.tokens.tolist()
     assert beside.logits.tobytes() == alone.logits.tobytes()
     assert alone.logits.tobytes() != plain.logits.tobytes()  # another grid: the positive control
+
+
+def test_verifying_is_one_program_for_every_mix(monkeypatch) -> None:
+    made = world.engine(drafter=world.guess, paged=True)
+    asks, real = [], made.rows.verify
+
+    def verify(params, cache, ask):
+        asks.append(ask)
+        return real(params, cache, ask)
+
+    monkeypatch.setattr(made.rows, "verify", verify)
+    list(made.generate([world.request(x) for x in NUMBERS]))
+    assert len({tuple(x.budget.tolist()) for x in asks}) > 3
+    lower = jax.jit(functools.partial(verifying.verify, made.rows)).lower
+    texts = {lower(made.params, made.cache, x).as_text() for x in (asks[0], asks[-1])}
+    assert len(texts) == 1
+    less = asks[0]._replace(forced=asks[0].forced[:, 1:])
+    assert lower(made.params, made.cache, less).as_text() not in texts  # what a leak would do
 
 
 def test_beyond_the_budget_is_refused() -> None:

@@ -30,7 +30,7 @@ class BadStore:
 
 
 class Schedule:
-    """One random history; in every third of them answers are drafted."""
+    """One random history; answers are drafted in every third, pages kept in every other one."""
 
     def __init__(self, seed: int, paged: bool = False):
         self.rng = np.random.default_rng([9, seed])
@@ -55,6 +55,7 @@ class Schedule:
             flight_timeout=float(self.rng.choice([0, 3, 1e9])),
             paged=paged,
             drafter=world.guess if self.drafts else None,
+            keep_pages=paged and seed % 2 > 0,
         )
         self.numbers: dict = {}
         self.damaged = False
@@ -151,7 +152,8 @@ def _run(seeds: range, paged: bool = False) -> None:
     some = ("drafted_tokens_total", "accepted_tokens_total", "redecoded_tokens_total")
     assert all(sum(n for x, n in happened.items() if f"engine_{y}" in x) > 10 for y in some)
     if paged:
-        for name in ("shared_pages_total", "page_waits_total", "verdict_bits_total"):
+        some = ("shared_pages_total", "page_waits_total", "verdict_bits_total")
+        for name in (*some, "revived_pages_total", "dropped_pages_total"):
             assert sum(n for x, n in happened.items() if f"engine_{name}" in x) > 10, name
 
 

@@ -196,8 +196,11 @@ def drain(made: Engine) -> None:
 
 
 def settled(made: Engine) -> None:
-    """Nothing is held any more, by nobody."""
+    """Nothing is held any more, by nobody; what was kept beyond its last row can go."""
     assert made.problems() == []
+    if made.options.keep_pages:
+        made.cache = made.pages.drop_kept(made.cache)
+        assert made.problems() == []
     assert made.scheduler.slots.count(None) == len(made.scheduler.slots)
     assert not made.scheduler.waiting and not made.reuser.audits
     if made.store is not None:
