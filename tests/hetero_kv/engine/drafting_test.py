@@ -50,8 +50,8 @@ def test_answers_are_those_without_drafts(paged: bool) -> None:
             break
         made.step()
         assert made.problems() == []
-        if i % 7 == 5 and made.scheduler.active():
-            made.preempt(made.scheduler.active()[i % 2 - 1].handle, save=bool(i % 3))
+        if i % 3 == 2 and made.scheduler.decoding():
+            made.preempt(made.scheduler.decoding()[-1].handle, save=i % 4 == 1)
     for handle, number in handles.items():
         result, plain = made.result(handle), world.alone(number)
         world.same_answer(result, number, drafts=True)
@@ -59,7 +59,7 @@ def test_answers_are_those_without_drafts(paged: bool) -> None:
         np.testing.assert_allclose(result.logits, plain.logits, atol=1e-5, rtol=1e-5)
     drafted, accepted = (world.count(made, f"{x}_tokens_total") for x in ("drafted", "accepted"))
     assert drafted > accepted > 10
-    assert world.count(made, "redecoded_tokens_total") > 10
+    assert world.count(made, "redecoded_tokens_total") > 2
     assert world.count(made, "redecode_mismatches_total") == 0
     assert world.count(made, "decode_calls_total") > 0  # where nothing was drafted
     world.settled(made)
@@ -73,9 +73,10 @@ def test_state_is_that_of_a_run_that_never_drafted_wrongly(paged: bool) -> None:
     whole = np.concatenate([request.tokens, plain.tokens])
 
     def drafter(tokens: np.ndarray) -> np.ndarray:
-        at = len(tokens) - len(request.tokens)
-        guess = whole[len(tokens) :][: at * 3 % (world.DRAFT + 1)].copy()
-        guess[at * 5 % 4 :] = (guess[at * 5 % 4 :] + 1) % world.VOCAB
+        rng = np.random.default_rng([2, len(tokens)])
+        guess = whole[len(tokens) :][: rng.integers(1, world.DRAFT + 1)].copy()
+        right = rng.integers(4)
+        guess[right:] = (guess[right:] + 1) % world.VOCAB
         return guess
 
     made = world.engine(drafter=drafter, paged=paged)
@@ -83,6 +84,8 @@ def test_state_is_that_of_a_run_that_never_drafted_wrongly(paged: bool) -> None:
     lengths = set()
     while True:
         made.step()
+        if not entry.emitted:
+            continue
         if entry.slot is None:
             break
         one = made.rows.take(made.cache, entry.slot)
@@ -96,7 +99,7 @@ def test_state_is_that_of_a_run_that_never_drafted_wrongly(paged: bool) -> None:
         assert int(one.length[0]) == int(two.length[0]) and not wrong
         assert int(one.grid_length[0]) == int(two.grid_length[0]) <= len(request.tokens)
         lengths.add(int(one.length[0]))
-    assert len(lengths) > 5 and entry.emitted == plain.tokens.tolist()
+    assert len(lengths) > 4 and entry.emitted == plain.tokens.tolist()
     assert {x - 1 for x in entry.pieces.values()} >= {0, 1, 2}
 
 
@@ -180,22 +183,27 @@ def test_what_is_no_draft_is_refused_and_the_request_is_served(drafted, why: str
 
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 def test_a_wrong_state_is_refused_by_the_call_that_verifies(paged: bool) -> None:
-    made = world.engine(drafter=world.guess, paged=paged)
-    handle, mate = made.submit(world.request(7)), made.submit(world.request(5))
-    while not world.count(made, "verify_calls_total"):
+    requests = [Request(world.request(x).tokens, 20) for x in (7, 5)]
+    made = world.engine(drafter=lambda tokens: tokens[-3:], paged=paged)
+    wants = [next(made.generate([x])) for x in requests]
+    handles = [made.submit(x) for x in requests]
+    entry = made._entries[handles[0]]
+    while len(entry.emitted) < 8:
         made.step()
-    entry = made._entries[handle]
-    before = list(entry.emitted)
+    before, calls = list(entry.emitted), world.count(made, "decode_calls_total")
     if paged:
         assert world.damage_page(made, entry.slot, "csa entries", "generation")
     else:
         assert world.damage(made, entry.slot, "windows", evidence=True)
     world.drain(made)
-    result = made.result(handle)
-    assert result.tokens[: len(before)].tolist() == before
-    world.same_answer(result, 7, drafts=True)
-    world.same_answer(made.result(mate), 5, drafts=True)
+    for handle, want in zip(handles, wants, strict=True):
+        result = made.result(handle)
+        assert result.tokens.tolist() == want.tokens.tolist()
+        assert result.logits.tobytes() == want.logits.tobytes()
+        assert (result.discarded > 0) == (handle == handles[0])
+    assert want.tokens[: len(before)].tolist() != before  # of the other one
     assert world.count(made, "verdicts_total") == 1
+    assert world.count(made, "decode_calls_total") - calls <= 2  # the last token of each
     world.settled(made)
 
 

@@ -55,28 +55,31 @@ def test_a_later_request_shares_what_nobody_holds_any_more(warm: bool) -> None:
         assert dict(result.shared_pages) == {"csa entries": 5, "csa index keys": 2}
         assert result.routes["csa entries"] == "share" and result.reused_length == 40
         assert made.problems() == []
-    assert _fetched(store) == before  # the windows and tails alone
+    # Windows and tails, and the block of which the index keys have no whole page.
+    assert _fetched(store) == before + 2 * BLOCK_BYTES
     for component, count in zip(HISTORY, (5, 2), strict=True):
         assert world.count(made, "revived_pages_total", component=component) == 2 * count
     assert world.count(made, "audits_total", outcome="same") >= 2
     assert made.metrics()['hetero_kv_engine_pages{component="csa entries",state="kept"}'] == 5
     world.settled(made)
     assert world.count(made, "dropped_pages_total", component=HISTORY[0]) == 5
-    assert BLOCK_BYTES and not kept(made)
+    assert not kept(made)
 
 
 def test_an_admission_takes_as_many_as_it_needs() -> None:
-    """Of 16 pages 5 are kept: two rows of 8 pages share 5, or else all must go."""
+    """None of those that it shares, and of the others no more than are missing."""
     made = engine("validated", store=warm_store(), keep_pages=True)
     list(made.generate([ask(1)]))
     assert kept(made) == 5
-    (result,) = made.generate([ask(2, 20)])  # 8 pages, 5 of them kept ones
+    (result,) = made.generate([ask(2, 20)])
     same(result, ask(2, 20))
     assert world.count(made, "dropped_pages_total", component=HISTORY[0]) == 0
     others = [Request(world.document(0), 20), Request(world.document(0)[::-1].copy(), 20)]
-    handles = [start(made, x) for x in others]  # 8 pages each: 5 of the others remain free
+    handles = [start(made, x) for x in others]
+    page = PAGING.page(HISTORY[0])
+    missing = 2 * page.pages_for(59) - (page.count - 5)
     gone = world.count(made, "dropped_pages_total", component=HISTORY[0])
-    assert gone == 5 and made.problems() == []
+    assert 0 < gone == missing < 5 and made.problems() == []
     world.drain(made)
     for handle, request in zip(handles, others, strict=True):
         same(made.result(handle), request)
@@ -86,10 +89,10 @@ def test_an_admission_takes_as_many_as_it_needs() -> None:
 def test_the_end_of_a_prefix_goes_first() -> None:
     made = engine("validated", store=warm_store(), keep_pages=True)
     list(made.generate([ask(1)]))
-    one = start(made, Request(world.document(0), 20))  # 8 of the 11 free pages
-    two = start(made, Request(DOCUMENT[:33][::-1].copy(), 8))  # 5 pages: 2 must go
-    assert world.count(made, "dropped_pages_total", component=HISTORY[0]) == 2
-    three = made.submit(ask(2, 1, size=24))  # 4 pages, 3 of them kept: 1 more
+    one = start(made, Request(world.document(0), 20))  # 7 of the 11 free pages
+    two = start(made, Request(DOCUMENT[:33][::-1].copy(), 8))  # 5 pages: one must go
+    assert world.count(made, "dropped_pages_total", component=HISTORY[0]) == 1
+    three = made.submit(ask(2, 1, size=24))  # 3 pages, all of them kept
     world.drain(made)
     result = made.result(three)
     same(result, ask(2, 1, size=24))
