@@ -12,6 +12,7 @@ from hetero_kv.drafting import PromptLookup
 from hetero_kv.requests import FINISHED
 from hetero_kv.rows import Rows
 from tests.hetero_kv.engine import world
+from tests.hetero_kv.engine.engine_test import OTHERS
 
 NUMBERS = range(9)
 
@@ -219,3 +220,34 @@ def test_a_stop_in_a_draft_ends_the_answer() -> None:
     assert result.status == FINISHED and result.tokens.tolist() == tokens[: at + 1]
     assert len(result.logits) == at + 1
     world.settled(made)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["v4", *OTHERS])
+def test_models_of_other_mechanisms(name: str) -> None:
+    """Recurrent state, other strides and windows: right, half right and wrong guesses."""
+    plain = {x: world.alone(x, name) for x in (1, 5, 7)}
+    whole = {x: np.concatenate([world.request(x).tokens, y.tokens]) for x, y in plain.items()}
+
+    def drafter(tokens: np.ndarray) -> np.ndarray:
+        size, right = np.random.default_rng([5, len(tokens)]).integers(0, world.DRAFT + 1, 2)
+        for text in whole.values():
+            if np.array_equal(text[: len(tokens)], tokens):
+                guess = text[len(tokens) :][:size].copy()
+                guess[right:] = (guess[right:] + 1) % world.VOCAB
+                return guess
+        return tokens[:0]
+
+    found = []
+    for paged, numbers in ((False, [1]), (False, [5, 7, 1]), (True, [7, 1, 5])):
+        made = world.engine("off", name, drafter=drafter, paged=paged)
+        handles = {x: made.submit(world.request(x)) for x in numbers}
+        world.drain(made)
+        found.append({x: made.result(handle) for x, handle in handles.items()})
+        assert world.count(made, "redecode_mismatches_total") == 0
+    for x, want in plain.items():
+        for result in (y[x] for y in found if x in y):
+            assert result.tokens.tolist() == want.tokens.tolist()
+            np.testing.assert_allclose(result.logits, want.logits, atol=1e-5, rtol=1e-5)
+            assert result.logits.tobytes() == found[1][x].logits.tobytes()
+    assert world.count(made, "drafted_tokens_total") > world.count(made, "accepted_tokens_total")
