@@ -5,22 +5,34 @@ it would have chosen itself stay (with the same seeds, so that answers are those
 temperature); the others leave no trace.
 """
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from hetero_kv import sampling
 from hetero_kv.calls import Ask, Told
+from hetero_kv.contract import CacheSpec
 from hetero_kv.pages import rewind
 from hetero_kv.params import Params
 from hetero_kv.state import Cache
 
-if TYPE_CHECKING:
-    from hetero_kv.rows import Rows
+
+class Rows(Protocol):
+    """What it needs of `rows.Rows`."""
+
+    spec: CacheSpec
+    model: Any
+    keep_logits: bool
+
+    def verdict(self, cache: Cache, ask: Ask, count: jax.Array) -> jax.Array:
+        """u32[R, components]: what forbids the rows to go on by i32[R] `count` tokens."""
+
+    def vocab(self, params: Params, cache: Cache) -> int:
+        """Of the logits."""
 
 
-def verify(rows: "Rows", params: Params, cache: Cache, ask: Ask) -> tuple[Told, Cache]:
+def verify(rows: Rows, params: Params, cache: Cache, ask: Ask) -> tuple[Told, Cache]:
     """One call for all rows with a budget.
 
     ask: `token` and the first `budget - 1` of `forced` are fed; of these guesses `known` are
