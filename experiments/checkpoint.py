@@ -8,6 +8,7 @@ import pathlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors import SafetensorError
 from safetensors import numpy as safetensors
 
 import models
@@ -50,11 +51,18 @@ def load(path: str | os.PathLike) -> tuple[train_config.TrainConfig, dict]:
     """Reads what `export` wrote: (config, params).
 
     Raises:
-      ValueError: A tensor is missing, unknown or of another shape; the message names it.
+      ValueError: A file is damaged or of another program; or a tensor is missing, unknown or of
+        another shape. The message names it.
     """
     weights, settings = _paths(path)
-    config = train_config.from_dict(json.loads(settings.read_text()))
-    tensors = safetensors.load_file(weights)
+    try:
+        config = train_config.from_dict(json.loads(settings.read_text()))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{settings} is not what `export` writes: {error!r}") from None
+    try:
+        tensors = safetensors.load_file(weights)
+    except SafetensorError as error:
+        raise ValueError(f"{weights} is damaged: {error}; export or copy it again") from None
     expected = jax.eval_shape(models.build(config.model).init, jax.random.key(0))
     wanted = _flatten(expected)
     if missing := sorted(wanted.keys() - tensors.keys()):

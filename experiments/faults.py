@@ -22,6 +22,8 @@ from hetero_kv.faults.trial import Outcome
 
 def columns_of(config: FaultsConfig) -> list[str]:
     """Columns of the matrix."""
+    if config.paged:
+        return [ALL_ON, ALL_OFF]
     return [ALL_ON, *(f"no {x}" for x in config.checks), GUARD, ALL_OFF]
 
 

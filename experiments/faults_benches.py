@@ -9,6 +9,7 @@ import models
 from experiments import checkpoint, train_config
 from experiments.faults_config import RANDOM, FaultsConfig
 from experiments.tasks import Recall
+from hetero_kv.faults.paged import PagedBench
 from hetero_kv.faults.trial import Bench
 from hetero_kv.params import Params
 
@@ -62,7 +63,7 @@ def benches(config: FaultsConfig) -> list[Bench]:
     for i in range(config.requests):
         prompt, donor = (_prompt(task, model, config, rng, bool(i % 2)) for _ in range(2))
         found.append(
-            Bench(
+            (PagedBench if config.paged else Bench)(
                 model,
                 params,
                 other,

@@ -14,6 +14,7 @@ from hetero_kv.faults.kinds import (
     PAGE_BYTES,
     POSITIONS,
     RECYCLED,
+    RESTORED,
     SLOT_BYTES,
     VALID,
 )
@@ -29,6 +30,7 @@ ALL_ON, GUARD, ALL_OFF = "all on", "guard alone", "all off"
 TOGETHER = (
     (POSITIONS, EVIDENCE),
     (JOINT, EVIDENCE),
+    (EVIDENCE, RESTORED),
     (EVIDENCE, SLOT_BYTES),
     (VALID, PAGE_BYTES),
     (FORM, RECYCLED, OWNER),
@@ -40,6 +42,7 @@ class FaultsConfig:
     """One run: every fault under all checks, with each of `checks` off, with only the one that is
     there for it, and with none.
 
+    paged: the engine's prefixes lie in pages, beside another request's; all checks on, or all off.
     model: "recall" is the shipped checkpoint and its task; "random" a tiny model, random weights.
     sample: "covering" takes every line of the table of faults at every moment once, components in
         turn; "all" every component.
@@ -49,6 +52,7 @@ class FaultsConfig:
     weight_noise: of other epochs and tenants, as a share of each weight's own spread.
     """
 
+    paged: bool = False
     model: str = RECALL
     checkpoint: str = "experiments/checkpoints/recall_hybrid"
     sample: str = COVERING

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 import jax
 import numpy as np
 from absl import app, flags
+from safetensors import SafetensorError
 
 import models
 from experiments import checkpoint, config_tools, run_record
@@ -79,6 +80,10 @@ def weights_of(made: Bundle, model: models.Decoder, path: str = "") -> Params:
             _, params = checkpoint.load(path)
     except FileNotFoundError as error:
         raise ValueError(f"no weights at {path!r}: {error}; give others with --weights") from None
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"the weights at {path!r} cannot be read: {error}; give others with --weights"
+        ) from None
     if not digest:
         raise ValueError("the bundle names no weights digest: its engine had no store")
     found = weights_digest(params)

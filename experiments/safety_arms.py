@@ -12,6 +12,7 @@ import numpy as np
 from experiments.bench import timing, weights
 from experiments.safety_config import SafetyConfig
 from hetero_kv import Engine, Options, PrefixStore, Request, Sampling, sampling
+from hetero_kv.calls import Ask
 from hetero_kv.contract import History
 from hetero_kv.pages import cache as paged
 from hetero_kv.pages import entries
@@ -20,7 +21,7 @@ from hetero_kv.pages.layout import Paging
 from hetero_kv.params import Params
 from hetero_kv.prefix.identity import Identity
 from hetero_kv.requests import TOKEN
-from hetero_kv.rows import Ask, Rows
+from hetero_kv.rows import Rows
 from hetero_kv.state import Cache
 from models import Decoder
 

@@ -168,6 +168,7 @@ class Endings:
         Once it may be planned anew instead, if it shared pages: it then gets others.
         """
         entry.notes.append(reason)
+        self.pages.distrust(entry.slot)
         if any(entry.run.shared.values()) and not entry.apart:
             entry.apart = True
             self._start_over(entry, why)

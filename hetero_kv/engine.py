@@ -9,7 +9,8 @@ import numpy as np
 from hetero_kv import engine_metrics, requests, sampling
 from hetero_kv.audit import Breaker, last_logits
 from hetero_kv.bundle import Bundles
-from hetero_kv.endings import Endings
+from hetero_kv.decoding import Decoding
+from hetero_kv.drafting import Drafting
 from hetero_kv.guard import LeakedShape
 from hetero_kv.metrics import Snapshot
 from hetero_kv.options import NEVER, SAVE, Options
@@ -20,25 +21,22 @@ from hetero_kv.requests import (
     CANCELLED,
     DECODE,
     FINAL,
-    FINISHED,
     PREFILL,
     REFUSED,
-    TOKEN,
     Event,
     Handle,
     Request,
     Result,
-    Sampling,
 )
 from hetero_kv.reusing import HASH_ONLY, SHADOW, CacheLost, Reuser
-from hetero_kv.rows import Ask, Model, Rows, Told
+from hetero_kv.rows import Model, Rows
 from hetero_kv.scheduler import Entry, Scheduler
 from hetero_kv.slot_pages import NoRoom, PagesLost, SlotPages
 
 IDLE_SECONDS = 1e-3
 
 
-class Engine(Endings):
+class Engine(Decoding):
     """Continuous batching: prompts run in chunks, between decode steps of all running rows.
 
     Tokens and logits of a request depend, for a given number of slots, on that request alone: not
@@ -87,6 +85,8 @@ class Engine(Endings):
             poison=options.debug_poison,
             paging=options.paging,
         )
+        if options.drafter is not None:
+            sizes["draft_tokens"] = options.draft_tokens
         self.rows = rows or Rows(model, strict=options.strict, **sizes)
         other = {x for x, value in sizes.items() if getattr(self.rows, x) != value}
         if other or self.rows.model is not model:
@@ -95,7 +95,7 @@ class Engine(Endings):
         self.store = store
         self.counters = engine_metrics.counters()
         self.breaker = Breaker(options.audit_failures)
-        self.pages = SlotPages(self.rows, self.counters)
+        self.pages = SlotPages(self.rows, self.counters, options.keep_pages)
         self.reuser = Reuser(
             self.rows,
             params,
@@ -114,6 +114,10 @@ class Engine(Endings):
         self.scheduler = Scheduler(slots, options.max_waiting, options.tenant_slots)
         self.cache = self.rows.new()
         self._vocab = model.stack.vocab
+        self.drafting = None
+        if options.drafter is not None:
+            about = options.draft_tokens, self._vocab, self.counters
+            self.drafting = Drafting(options.drafter, *about)
         self._entries: dict[Handle, Entry] = {}
         self._results: dict[Handle, Result] = {}
         self._events: list[Event] = []
@@ -316,12 +320,14 @@ class Engine(Endings):
                 replay=run.replay is not None,
                 check=not run.approximate,
                 expected=self.pages.expected(entry.slot),
+                brought=self.pages.brought(entry.slot, run.brought),
             )
         except LeakedShape:
             raise
         except Exception as error:
             self._broke([entry], error)
             return True
+        run.brought = None
         return self._prefilled(entry, logits, bits)
 
     def _stop(self, entry: Entry) -> int:
@@ -371,96 +377,6 @@ class Engine(Endings):
         self.cache = self.reuser.finished_prompt(entry, self.cache, logits)
         entry.status = DECODE
         self._maybe_finish(entry)
-
-    # -- answers -------------------------------------------------------------------------------
-
-    def _decode(self) -> None:
-        running = self.scheduler.decoding()
-        if not running:
-            return
-        steps = 1 if self.scheduler.prefilling() else self.options.burst
-        try:
-            told, self.cache = self.rows.decode(self.params, self.cache, self._ask(), steps)
-            told = jax.device_get(told)
-        except LeakedShape:
-            raise
-        except Exception as error:
-            self._broke(running, error)
-            return
-        self.counters.add("decode_calls_total")
-        bad = [(x, told.bits[x.slot]) for x in running if told.bits[x.slot].any()]
-        wild = [x for x in running if not told.finite[x.slot]]
-        for entry in running:
-            self._decoded(entry, told)
-        self._refused_by_check(bad)
-        self._not_finite(wild)
-        for entry in running:
-            if entry.slot is not None and entry.status == DECODE:
-                self._maybe_finish(entry)
-
-    def _ask(self) -> Ask:
-        rows, burst = self.rows.slots, self.rows.burst
-        ask = Ask(
-            length=np.zeros(rows, np.int32),
-            token=np.zeros(rows, np.int32),
-            index=np.zeros(rows, np.int32),
-            budget=np.zeros(rows, np.int32),
-            check=np.ones(rows, bool),
-            forced=np.zeros((rows, burst), np.int32),
-            known=np.zeros(rows, np.int32),
-            stops=np.full((rows, self.rows.max_stops), -1, np.int32),
-            choice=sampling.stack(
-                [
-                    x.request.sampling if x is not None and x.status == DECODE else Sampling()
-                    for x in self.scheduler.slots
-                ]
-            ),
-            expected=self.pages.expected(),
-        )
-        for entry in self.scheduler.decoding():
-            r, at = entry.slot, entry.cursor
-            again = entry.emitted[at : at + burst]
-            ask.length[r] = entry.size + at - 1
-            ask.token[r] = entry.emitted[at - 1]
-            ask.index[r] = at
-            ask.budget[r] = entry.request.max_new_tokens - at
-            ask.check[r] = not entry.run.approximate
-            ask.forced[r, : len(again)] = again
-            ask.known[r] = len(again)
-            ask.stops[r, : len(entry.request.stop)] = entry.request.stop
-        return ask
-
-    def _decoded(self, entry: Entry, told: Told) -> None:
-        r = entry.slot
-        for i in range(int(told.ran[r])):
-            logits = told.logits[r, i] if self.rows.keep_logits else None
-            self._made(entry, int(told.tokens[r, i]), logits)
-        self.counters.add("decoded_tokens_total", int(told.ran[r]))
-        if told.differs[r]:
-            self.counters.add("redecode_mismatches_total")
-
-    def _made(self, entry: Entry, token: int, logits: np.ndarray | None) -> None:
-        """Token `cursor` of the answer, perhaps made before."""
-        at = entry.cursor
-        entry.cursor += 1
-        if at < len(entry.emitted):
-            # After a preemption: what was streamed stands.
-            self.counters.add("redecoded_tokens_total")
-            if entry.emitted[at] != token:
-                self.counters.add("redecode_mismatches_total")
-            return
-        entry.emitted.append(token)
-        if self.rows.keep_logits and logits is not None:
-            entry.logits.append(np.array(logits))
-        self._emit(Event(TOKEN, entry.handle, token, at))
-
-    def _maybe_finish(self, entry: Entry) -> None:
-        done = entry.cursor == len(entry.emitted) and (
-            len(entry.emitted) >= entry.request.max_new_tokens
-            or entry.emitted[-1] in entry.request.stop
-        )
-        if done:
-            self._end(entry, FINISHED, "")
 
     def _idle(self) -> None:
         """Nothing runs: somebody is yet to arrive, or waits for a flight."""

@@ -3,7 +3,9 @@
 import dataclasses
 import pathlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from hetero_kv.pages.layout import Paging
 
@@ -12,6 +14,7 @@ SAVE, RECOMPUTE, NEVER = "save", "recompute", "never"
 
 _LEAST = {
     **dict.fromkeys(("burst", "chunks_per_step", "max_stops", "max_waiting"), 1),
+    "draft_tokens": 1,
     **dict.fromkeys(("tenant_slots", "audit_failures", "max_audits"), 1),
     **dict.fromkeys(("saved_bytes", "flight_timeout", "audit_share", "shadow_share"), 0),
     **dict.fromkeys(("noise_floor", "seed", "bundle_bytes"), 0),
@@ -19,7 +22,7 @@ _LEAST = {
 }
 _INTEGERS = (
     *("burst", "chunks_per_step", "max_stops", "max_waiting", "tenant_slots", "saved_bytes"),
-    *("audit_failures", "max_audits", "bundle_bytes", "max_bundles", "seed"),
+    *("audit_failures", "max_audits", "bundle_bytes", "max_bundles", "seed", "draft_tokens"),
 )
 
 
@@ -42,10 +45,15 @@ class Options:
         bundle.py; None: nowhere): at most max_bundles, each of at most bundle_bytes of state.
         Every audit then copies its restored row to the host. weights_source: a checkpoint of the
         weights, which bundles name.
+    drafter: guesses tokens that are then verified several at a time, see drafting.py (such as
+        `PromptLookup()`); None: every token is decoded. draft_tokens: of a guess; more are refused,
+        and at most a chunk less one can be rewound.
     keep_logits, keep_prompt_logits: in results.
     paging: pages that slots share, as `Paging.of(model.cache_spec, slots, capacity, …)`: each
         request holds those of its own tokens, and one copy of a prefix serves all. None: every slot
         has rows for `capacity` tokens of its own.
+    keep_pages: pages of prefixes stay in the pools when their last request leaves, until they are
+        needed: later requests share them without a copy. Only with `paging`.
     validate: every call verifies the state that it reads. False: for measurements.
     debug_poison: rows nobody owns are NaN. strict: a second compile of a bucket raises.
     clock, sleep: seconds.
@@ -68,9 +76,12 @@ class Options:
     bundle_bytes: int = 1 << 28
     max_bundles: int = 16
     weights_source: str = ""
+    drafter: Callable[[np.ndarray], Sequence[int] | np.ndarray] | None = None
+    draft_tokens: int = 4
     keep_logits: bool = False
     keep_prompt_logits: bool = False
     paging: Paging | None = None
+    keep_pages: bool = False
     validate: bool = True
     debug_poison: bool = False
     strict: bool = False
@@ -91,5 +102,7 @@ class Options:
                 raise ValueError(f"{name} is an integer, got {value!r}")
         if self.paging is not None and not isinstance(self.paging, Paging):
             raise ValueError(f"paging is a Paging or None, got {self.paging!r}")
+        if self.keep_pages and self.paging is None:
+            raise ValueError("keep_pages=True needs pages: give paging=Paging.of(…)")
         if self.bundle_dir is not None and pathlib.Path(self.bundle_dir).is_file():
             raise ValueError(f"bundle_dir={self.bundle_dir!r} is a file: name a directory")

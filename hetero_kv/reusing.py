@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from hetero_kv.audit import Audit, Breaker, Finding
-from hetero_kv.bundle import FAILED, Bundles, Exhibit
+from hetero_kv.bundle import FAILED, Bundles, Exhibit, Written
 from hetero_kv.guard import LeakedShape
 from hetero_kv.metrics import Counters
 from hetero_kv.params import Params
@@ -306,7 +306,7 @@ class Reuser:
 
     def _restored(self, entry: Entry) -> None:
         run, lease = entry.run, entry.lease
-        run.replay = lease.replay
+        run.replay, run.brought = lease.replay, lease.brought
         replayed = run.replay[1] - run.replay[0] if run.replay else 0
         run.reused = lease.resumable_length - replayed
         self._counters.add("prompt_tokens_total", run.reused, how="reused")
@@ -343,7 +343,7 @@ class Reuser:
             about = entry, length, held, options.get("replay")
             exhibit = self.bundles.take(self._rows.spec, *about)
             if exhibit is None:
-                self._counters.add("bundles_total", outcome=FAILED)
+                self._note_bundle(entry, self.bundles.last)
             else:
                 self._exhibits[handle] = exhibit
         return Audit(self._rows, handle, prompt, length, held, floor=self._floor, **options)
@@ -354,7 +354,15 @@ class Reuser:
         made = self.bundles.write(
             self._rows, self.store, exhibit, finding, mode=self.mode, **logits
         )
+        self._note_bundle(exhibit.entry, made)
+
+    def _note_bundle(self, entry: Entry, made: Written) -> None:
+        """What became of a bundle; what went wrong is told to its request, if that still runs."""
         self._counters.add("bundles_total", outcome=made.outcome)
+        if made.outcome == FAILED:
+            error = made.reason.partition(":")[0]
+            self._counters.add("bundle_failures_total", error=error)
+            entry.notes.append(Reason("", "bundle_failed", 0, 0, made.reason))
 
     def _chosen(self, entry: Entry) -> bool:
         if entry.handle in self.audits:

@@ -11,21 +11,24 @@ move. History is in rows of the cache, or in pages (`paging`); both give the sam
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetero_kv import differences, sampling, state, validate
+from hetero_kv import differences, sampling, state, validate, verifying
+from hetero_kv.calls import Ask, Told
 from hetero_kv.contract import CacheSpec, Derived, LeafSlot, Scratch
 from hetero_kv.differences import Difference
 from hetero_kv.guard import Guard
 from hetero_kv.pages import admission
+from hetero_kv.pages import brought as at_first_use
 from hetero_kv.pages import cache as paged
 from hetero_kv.pages import slots as slots_lib
 from hetero_kv.pages import validate as at_use
-from hetero_kv.pages.admission import Given, Settled, Want
+from hetero_kv.pages.admission import Given, Settled, Some, Want
+from hetero_kv.pages.brought import Brought
 from hetero_kv.pages.layout import Paging
 from hetero_kv.pages.table import Ledger, PageTable
 from hetero_kv.pages.validate import Expected
@@ -81,32 +84,6 @@ class Model(Protocol):
         """An empty cache in pages."""
 
 
-class Ask(NamedTuple):
-    """What a decode call shall do for every row."""
-
-    length: np.ndarray  # i32[R], where each row stands by the host's books
-    token: np.ndarray  # i32[R], the token to feed first
-    index: np.ndarray  # i32[R], the number of the token that comes out first
-    budget: np.ndarray  # i32[R], tokens to make at most; 0: the row does not move
-    check: np.ndarray  # bool[R], False: only its length is verified (approximate replays)
-    forced: np.ndarray  # i32[R, burst], tokens that are known already (decoded once before)
-    known: np.ndarray  # i32[R], how many of them
-    stops: np.ndarray  # i32[R, max_stops], token ids that end a row; -1: none
-    choice: Choice
-    expected: Expected | None = None  # what the pages of the rows were given as
-
-
-class Told(NamedTuple):
-    """What a decode call did."""
-
-    tokens: jax.Array  # i32[R, burst]
-    ran: jax.Array  # i32[R], how many of them are valid
-    finite: jax.Array  # bool[R], False: the logits after the last valid token are not numbers
-    differs: jax.Array  # bool[R], a known token is not the one that was chosen now
-    bits: jax.Array  # u32[R, components], the verdict: such a row did not move
-    logits: jax.Array  # f32[R, burst, V], or f32[R, burst, 0]
-
-
 class Rows:
     """Compiled functions for caches of `slots` rows, and of one row (scratch).
 
@@ -120,6 +97,7 @@ class Rows:
         check: whether every call verifies the state of the rows it reads (DESIGN rules 1, 11).
             Without, only lengths are compared with the host's.
         paging: pages that the rows share; None: a contiguous cache. Scratch rows are contiguous.
+        draft_tokens: of a guess that `verify` can verify; 0: it is never called.
         poison: whether rows start as NaN, and become NaN again when they are given up (rule 6).
         strict: see Guard.
     """
@@ -138,7 +116,13 @@ class Rows:
         poison: bool = False,
         strict: bool = False,
         paging: Paging | None = None,
+        draft_tokens: int = 0,
     ):
+        if not 0 <= draft_tokens < model.cache_spec.chunk:
+            raise ValueError(
+                f"{draft_tokens=} and the token before them must fit into the rewind budget, a "
+                f"chunk of {model.cache_spec.chunk}: draft fewer, or make a model with a larger one"
+            )
         if paging is not None and paging.capacity != capacity:
             raise ValueError(
                 f"pages for rows of {paging.capacity} tokens, not of {capacity=}: use "
@@ -150,7 +134,9 @@ class Rows:
         self.slots, self.capacity, self.burst, self.max_stops = slots, capacity, burst, max_stops
         self.keep_logits, self.keep_prompt_logits = keep_logits, keep_prompt_logits
         self.check, self.poison, self.paging = check, poison, paging
+        self.draft_tokens = draft_tokens
         self.components = validate.components(self.spec)
+        self._nothing = at_first_use.nothing(self.spec, len(paging.pages) if paging else 0)
         self.guard = Guard(strict)
         self.compared = [
             x for x in self.spec.slots() if not isinstance(x.leaf.contract, Derived | Scratch)
@@ -165,6 +151,8 @@ class Rows:
         self._settle = self._jit("settle", functools.partial(admission.settle, spec))
         self._fail_load = self._jit("fail_load", admission.fail_load)
         self._revoke = self._jit("revoke", self._traced_revoke)
+        self._keep = self._jit("keep", admission.keep)
+        self._drop = self._jit("drop", functools.partial(admission.drop, spec, poison=poison))
         self._ledgers = self.guard.jit("ledgers", paged.ledgers, _batch)
         differ = functools.partial(differences.differ, spec, self.compared)
         self._differ = self.guard.jit("differ", differ, _batch)
@@ -177,6 +165,12 @@ class Rows:
         )
         self._decode = self.guard.jit(
             "decode", self._traced_decode, lambda params, cache, *_: _batch(cache), donate_argnums=1
+        )
+        self._verify = self.guard.jit(
+            "verify",
+            functools.partial(verifying.verify, self),
+            lambda params, cache, *_: _batch(cache),
+            donate_argnums=1,
         )
 
     def _jit(self, name: str, function: Callable) -> Callable:
@@ -233,6 +227,16 @@ class Rows:
         """Takes the row's pages by the host's books; the row starts over."""
         return self._revoke(cache, self._row(cache, row), ids, left)
 
+    def keep(self, cache: Cache, some: Some) -> tuple[Cache, np.ndarray]:
+        """Pins pages beyond the rows that hold them; flags by component, on the host."""
+        cache, flags = self._keep(cache, some)
+        return cache, jax.device_get(flags)
+
+    def drop(self, cache: Cache, some: Some) -> tuple[Cache, np.ndarray]:
+        """Takes back `keep`."""
+        cache, flags = self._drop(cache, some)
+        return cache, jax.device_get(flags)
+
     def page_books(self, cache: Cache) -> tuple[dict[str, PageTable], dict[str, Ledger]]:
         """The page table of each component and its ledger, on the host."""
         return jax.device_get((cache.pages.tables, self._ledgers(cache)))
@@ -258,11 +262,12 @@ class Rows:
         replay: bool = False,
         check: bool = True,
         expected: Expected | None = None,
+        brought: Brought | None = None,
     ) -> tuple[jax.Array, Cache, jax.Array]:
         """One call from `start`, where the row must stand, towards `stop`; see `piece`.
 
         tokens: i32[n], the whole prompt. first: see `Call.first`. expected: of the row alone, what
-            its pages were given as.
+            its pages were given as. brought: what was restored into it, for the first call after.
 
         Returns logits f32[1, V], or f32[1, columns, V] with `keep_prompt_logits`, the cache, and
         the verdict u32[components] on the row as it was before: unless 0 it did not move. In a
@@ -283,6 +288,7 @@ class Rows:
             np.bool_(replay),
             np.bool_(check and not replay),
             expected,
+            self._nothing if brought is None else brought,
         )
 
     def pick(self, logits: np.ndarray, choice: Choice) -> int:
@@ -292,6 +298,13 @@ class Rows:
     def decode(self, params: Params, cache: Cache, ask: Ask, steps: int) -> tuple[Told, Cache]:
         """Up to `steps` <= burst decode steps of all rows that have a budget."""
         return self._decode(params, cache, ask, np.int32(min(steps, self.burst)))
+
+    def verify(self, params: Params, cache: Cache, ask: Ask) -> tuple[Told, Cache]:
+        """Guesses i32[R, draft_tokens] `ask.forced` of all rows with a budget; see verifying.py.
+
+        Of a row that is asked for as many tokens as `ask.budget`, as many run as are accepted.
+        """
+        return self._verify(params, cache, ask)
 
     def differ(self, one: Cache, two: Cache, floor: float = 0.0) -> list[Difference]:
         """Where two caches of batch 1 differ on live rows, per leaf of `compared` (host side).
@@ -331,12 +344,16 @@ class Rows:
         replay: jax.Array,
         check: jax.Array,
         expected: Expected | None,
+        brought: Brought,
     ) -> tuple[jax.Array, Cache, jax.Array]:
         # The barriers keep the model's program what it is alone, so that its bits do not depend on
         # the number of slots around it.
         one = jax.lax.optimization_barrier(slots_lib.cut(self.spec, cache, row))
         bits = self._verdict(one, expected, count, count > 0, check[None], replay[None])[0]
         bits = bits.at[-1].set(bits[-1] | _wrong_length(one.length[0] != start))
+        if self.check:
+            found, one = at_first_use.changed(self.spec, one, brought)
+            bits |= found
         count = jnp.where(jnp.all(bits == 0), count, 0)
         kind = "all" if self.keep_prompt_logits else "last"
         logits, one = self.model.stack.call(
@@ -348,12 +365,8 @@ class Rows:
     def _traced_decode(
         self, params: Params, cache: Cache, ask: Ask, steps: jax.Array
     ) -> tuple[Told, Cache]:
-        rows, vocab = cache.batch, self._vocab(params, cache)
-        runs, none = ask.budget > 0, jnp.zeros(rows, bool)
-        count = jnp.minimum(ask.budget, steps)
-        bits = self._verdict(cache, ask.expected, count, runs, ask.check, none)
-        lost = (ask.budget > 0) & (cache.length != ask.length)
-        bits = bits.at[:, -1].set(bits[:, -1] | _wrong_length(lost))
+        rows, vocab = cache.batch, self.vocab(params, cache)
+        bits = self.verdict(cache, ask, jnp.minimum(ask.budget, steps))
         budget = jnp.where(jnp.all(bits == 0, axis=-1), ask.budget, 0)
 
         def active(i: jax.Array, done: jax.Array) -> jax.Array:
@@ -396,7 +409,16 @@ class Rows:
         _, _, cache, _, told = jax.lax.while_loop(goes_on, body, begin)
         return told, cache
 
-    def _vocab(self, params: Params, cache: Cache) -> int:
+    def verdict(self, cache: Cache, ask: Ask, count: jax.Array) -> jax.Array:
+        """u32[R, components] on the rows with a budget, for i32[R] `count` tokens; traceable."""
+        runs = ask.budget > 0
+        none = jnp.zeros(cache.batch, bool)
+        bits = self._verdict(cache, ask.expected, count, runs, ask.check, none)
+        wrong = _wrong_length(runs & (cache.length != ask.length))
+        return bits.at[:, -1].set(bits[:, -1] | wrong)
+
+    def vocab(self, params: Params, cache: Cache) -> int:
+        """Of the logits of a step."""
         token = jax.ShapeDtypeStruct((cache.batch,), jnp.int32)
         moves = jax.ShapeDtypeStruct((cache.batch,), jnp.bool_)
         return jax.eval_shape(self.model.stack.step, params, token, cache, moves)[0].shape[-1]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
+from hetero_kv.pages.brought import Brought
 from hetero_kv.prefix.lease import Lease
 from hetero_kv.prefix.plan import Reason
 from hetero_kv.requests import DECODE, PREFILL, WAITING, Handle, Request
@@ -35,6 +36,7 @@ class Run:
     reasons: tuple[Reason, ...] = ()
     points: tuple[int, ...] = ()  # lengths at which to publish
     epoch: bytes | None = None
+    brought: Brought | None = None  # by the restore, until the first call after it has run
     shared: dict[str, int] = dataclasses.field(default_factory=dict)  # pages got by sharing
     prompt_logits: list[np.ndarray] = dataclasses.field(default_factory=list)
     bits: list[jax.Array] = dataclasses.field(default_factory=list)  # verdicts not read yet
@@ -72,6 +74,8 @@ class Entry:
     run: Run = dataclasses.field(default_factory=Run)
     emitted: list[int] = dataclasses.field(default_factory=list)  # tokens of the answer
     cursor: int = 0  # how many of them this run has made (again)
+    # Fed tokens of each call that verified a guess, by the number of the token it made first.
+    pieces: dict[int, int] = dataclasses.field(default_factory=dict)
     logits: list[np.ndarray] = dataclasses.field(default_factory=list)
     first_token_s: float = float("nan")
     lease: Lease | None = None

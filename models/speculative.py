@@ -1,10 +1,8 @@
 """Verifying drafted tokens, and accepting some of them: a cache that can be rewound a little.
 
-A draft runs in one call. History is append-only, so entries of rejected tokens are dead rows that
-the next call overwrites; windows, tails and all evidence are copied before the call. To accept
-fewer tokens than were drafted, these copies go back and the call is repeated for the accepted
-tokens alone. So no ring needs extra rows, and rejected tokens leave no trace. Pages count their
-valid entries: the counts go back as well, so that an entry that was rejected is nobody's.
+A draft runs in one call. To accept fewer tokens than were drafted, what was copied before goes back
+(`pages.rewind`), and the call is repeated for the accepted tokens alone. So no ring needs extra
+rows, and rejected tokens leave no trace.
 """
 
 import dataclasses
@@ -14,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetero_kv.contract import CacheSpec, History
-from hetero_kv.pages import views
+from hetero_kv.contract import CacheSpec
+from hetero_kv.pages import rewind, views
+from hetero_kv.pages.rewind import Mark
 from hetero_kv.params import Params
 from hetero_kv.state import Cache
 
@@ -27,14 +26,13 @@ if TYPE_CHECKING:
 class Draft:
     """Drafted tokens of R rows that have run, until some of them are accepted.
 
-    tokens: i32[R, columns], padded. count: i64[R], how many ran. before: the leaves other than
-    History, length, grid length and the valid counts of pages as they were.
+    tokens: i32[R, columns], padded. count: i64[R], how many ran. before: the rows as they were.
     """
 
     tokens: np.ndarray
     count: np.ndarray
     cache: Cache | None
-    before: tuple[list[jax.Array], jax.Array, jax.Array, dict[str, jax.Array]]
+    before: Mark
 
 
 class Drafts:
@@ -44,8 +42,7 @@ class Drafts:
         self._stack: Stack = model.stack
         self._sizes: tuple[int, ...] = model.call_sizes
         self._budget: int = model.rewind_budget
-        spec: CacheSpec = model.cache_spec
-        self._slots = [x for x in spec.slots() if not isinstance(x.leaf.contract, History)]
+        self._spec: CacheSpec = model.cache_spec
         self._verify = jax.jit(self._traced_verify, donate_argnums=3)
         self._accept = jax.jit(self._traced_accept, donate_argnums=3)
 
@@ -86,19 +83,12 @@ class Drafts:
     # -- traced ----------------------------------------------------------------------------------
 
     def _traced_verify(self, params, tokens, count, cache):
-        tables = cache.pages.tables if cache.pages is not None else {}
-        counts = {name: x.count for name, x in tables.items()}
-        before = [cache.leaf(x) for x in self._slots], cache.length, cache.grid_length, counts
+        before = rewind.mark(self._spec, cache)
         logits, cache = self._run(params, tokens, count, cache, "all")
         return logits, cache, before
 
     def _traced_accept(self, params, tokens, count, cache, before):
-        leaves, length, grid_length, counts = before
-        cache = cache.with_leaves(dict(zip(self._slots, leaves, strict=True)))
-        cache = cache.replace(length=length, grid_length=grid_length)
-        if counts:
-            tables = {x: y._replace(count=counts[x]) for x, y in cache.pages.tables.items()}
-            cache = cache.replace(pages=cache.pages.replace(tables=tables))
+        cache = rewind.back(self._spec, cache, before)
         return self._run(params, tokens, count, cache, "none")[1]
 
     def _run(self, params, tokens, count, cache, logits: str):

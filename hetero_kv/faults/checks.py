@@ -23,6 +23,7 @@ from hetero_kv.prefix.disk import tier as disk_module
 from hetero_kv.prefix.disk.record import Header
 from hetero_kv.prefix.host import CORRUPT, STALE, Fetched, HostTier, Ticket
 from hetero_kv.prefix.identity import Identity
+from hetero_kv.prefix.lease import Lease
 from hetero_kv.prefix.payload import ArrayPayload
 from hetero_kv.prefix.plan import HOST, Plan
 from hetero_kv.prefix.restore import Delivered, Fetcher
@@ -69,6 +70,8 @@ def _exchanges(off: frozenset[str], seals: Seals, identity: Identity) -> Iterato
         yield Transfer, "wrong_layout", lambda real: lambda self, payload, expected: ""
     if kinds.POSITIONS in off:
         yield Transfer, "wrong_positions", lambda real: lambda self, payload, length: ""
+    if kinds.RESTORED in off:
+        yield Lease, "brought", lambda real: property(lambda self: None, lambda self, value: None)
     if kinds.IDENTITY in off:
         yield upkeep_module, "block_keys", lambda real: _one_for_all(real, identity)
         yield Fetcher, "_is_old", lambda real: lambda self, lease: False

@@ -66,6 +66,7 @@ LAYOUT = "layout"  # of what was delivered: every component, in the form of this
 EVIDENCE = "evidence"  # counts, ring positions and the length, in the call that reads them
 POSITIONS = "checkpoint positions"  # of what a checkpoint delivered, before the restore
 IDENTITY = "identity"  # weights epoch and tenant in the keys, and the lease's epoch
+RESTORED = "restored sums"  # of a row against what was brought, in the first call that reads it
 JOINT = "joint length"  # of all components, where one of them is missing
 DELIVERED = "fetch defines the hit"
 FORM = "page form"  # of pages that are read, and of those that are to be written
@@ -82,6 +83,7 @@ CHECKS = (
     LAYOUT,
     EVIDENCE,
     POSITIONS,
+    RESTORED,
     IDENTITY,
     JOINT,
     DELIVERED,
@@ -104,6 +106,7 @@ CODES = {
     LAYOUT: ("layout",),
     EVIDENCE: ("evidence",),
     POSITIONS: ("evidence",),
+    RESTORED: ("checksum",),
     IDENTITY: ("no_match",),
     JOINT: ("no_checkpoint",),
     DELIVERED: ("stale",),
@@ -115,7 +118,7 @@ CODES = {
     SLOT_BYTES: ("checksum",),
     AUDIT: ("audit",),
 }
-NAMING = (CHECKSUM, LAYOUT, POSITIONS, AUDIT, *ON_DEVICE)
+NAMING = (CHECKSUM, LAYOUT, POSITIONS, RESTORED, AUDIT, *ON_DEVICE)
 
 # Extents: how much of a History component is hit.
 ALL, LAST = "all", "last"  # every block of the prefix, or the last one
@@ -141,11 +144,13 @@ class Rule:
 
 
 def _values(kind: str, contracts: tuple[str, ...] = _ANY) -> tuple[Rule, ...]:
-    """Values changed, evidence right: only a checksum of before knows, or who computes again."""
+    """Values changed, evidence right: only a checksum of before knows, or who computes again.
+
+    Nobody but the latter where the fault came before the sealing (REMADE)."""
     return (
         Rule(kind, contracts, _STORED, KEPT, CHECKSUM),
         Rule(kind, contracts, _STORED, REMADE, AUDIT),
-        Rule(kind, contracts, (ROW,), NONE, AUDIT),
+        Rule(kind, contracts, (ROW,), NONE, RESTORED),
         Rule(kind, (_H,), (DEVICE,), KEPT, PAGE_BYTES),
         Rule(kind, tuple(x for x in contracts if x != _H), (DEVICE,), NONE, SLOT_BYTES),
     )
@@ -157,7 +162,7 @@ def _of_others(kind: str) -> tuple[Rule, ...]:
         Rule(kind, _ANY, (HOST, DISK), NONE, IDENTITY, _PREFIX),
         Rule(kind, _ANY, (FETCH,), OWN, LABEL, _GROUP),
         Rule(kind, _ANY, (FETCH,), REMADE, AUDIT),
-        Rule(kind, _ANY, (ROW,), NONE, AUDIT),
+        Rule(kind, _ANY, (ROW,), NONE, RESTORED),
         Rule(kind, (_H,), (DEVICE,), OWN, OWNER),
         Rule(kind, _POINTS, (DEVICE,), NONE, SLOT_BYTES),
     )
@@ -169,7 +174,7 @@ TABLE: tuple[Rule, ...] = (
     Rule(DROP, _ANY, (HOST, FETCH), REMADE, LAYOUT),  # sealed without the component
     Rule(DROP, (_H, *_RINGS), (ROW,), NONE, EVIDENCE),
     Rule(DROP, _RINGS, (DEVICE,), NONE, EVIDENCE),
-    Rule(DROP, (_S,), (ROW,), NONE, AUDIT),
+    Rule(DROP, (_S,), (ROW,), NONE, RESTORED),
     Rule(DROP, (_S,), (DEVICE,), NONE, SLOT_BYTES),
     *_values(ZERO),
     *_values(STALE),
@@ -179,7 +184,7 @@ TABLE: tuple[Rule, ...] = (
     Rule(SHIFT_BLOCK, _RINGS, _STORED, REMADE, POSITIONS),
     Rule(SHIFT_BLOCK, (_H, _S), _STORED, REMADE, AUDIT),
     Rule(SHIFT_BLOCK, _RINGS, (ROW, DEVICE), NONE, EVIDENCE),
-    Rule(SHIFT_BLOCK, (_H, _S), (ROW,), NONE, AUDIT),
+    Rule(SHIFT_BLOCK, (_H, _S), (ROW,), NONE, RESTORED),
     Rule(SHIFT_BLOCK, (_H,), (DEVICE,), NONE, OWNER),  # every column names the page before
     Rule(SHIFT_BLOCK, (_S,), (DEVICE,), NONE, SLOT_BYTES),
     Rule(POSITION, _RINGS, _STORED, KEPT, CHECKSUM),
@@ -195,7 +200,7 @@ TABLE: tuple[Rule, ...] = (
     *_values(TORN),
     Rule(EVICTED, _ANY, (FETCH,), NONE, DELIVERED, _GROUP),
     Rule(REUSED, _RINGS, (ROW, DEVICE), NONE, EVIDENCE),
-    Rule(REUSED, (_S,), (ROW,), NONE, AUDIT),
+    Rule(REUSED, (_S,), (ROW,), NONE, RESTORED),
     Rule(REUSED, (_S,), (DEVICE,), NONE, SLOT_BYTES),
     Rule(REUSED, (_H,), (DEVICE,), OWN, RECYCLED),
     Rule(ENTRY, (_H,), (DEVICE,), NONE, OWNER),  # the pages of another row

@@ -163,15 +163,23 @@ def _overwrite(store: PrefixStore, group: Group, data: bytes) -> None:
 def overwrite_row(
     spec: CacheSpec, cache: Cache, row: int, leaves: Arrays, first: Mapping[str, int]
 ) -> Cache:
-    """The row with other leaves. first: per History leaf the entry from which on it is hit."""
+    """The row with other leaves. first: per History leaf the entry from which on it is hit.
+
+    In pages: whatever the page table says of them."""
     changed = {}
     for slot in spec.slots():
         if slot.path not in leaves:
             continue
         leaf, value = np.array(cache.leaf(slot)), leaves[slot.path]
         if isinstance(slot.leaf.contract, History):
-            start = first.get(slot.path, 0)
-            leaf[:, row, start : value.shape[1]] = value[:, start:]
+            index = np.arange(first.get(slot.path, 0), value.shape[1])
+            if cache.pages is None:
+                leaf[:, row, index] = value[:, index]
+            else:
+                pages = cache.pages.tables[slot.leaf.component]
+                entries = cache.pages.paging.page(slot.leaf.component).entries
+                ids = np.asarray(pages.table)[row, index // entries]
+                leaf[:, ids, index % entries] = value[:, index]
         else:
             leaf[:, row] = value
         changed[slot] = jnp.array(leaf)

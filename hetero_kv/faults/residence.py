@@ -35,6 +35,11 @@ BITS = {
 ROW, MATE = 0, 1
 
 
+def code_of(bit: str) -> str:
+    """The code of a reason that is a bit of a verdict; those of evidence have one in common."""
+    return "evidence" if validate.BITS[bit] & BITS[kinds.EVIDENCE] else bit
+
+
 class Model(Protocol):
     """What a trial needs of a model, see `models.decoder.Decoder`."""
 
@@ -180,7 +185,7 @@ class Residence:
         found = []
         for text in validate.describe(self.spec, verdict, row):
             component, bit = text.rsplit(": ", 1)
-            code = "evidence" if validate.BITS[bit] & BITS[kinds.EVIDENCE] else bit
+            code = code_of(bit)
             if code != "joint":
                 found.append(f"{code}: {component}")
         return tuple(dict.fromkeys(found))

@@ -18,16 +18,19 @@ from hetero_kv.faults import checks, kinds, places
 from hetero_kv.faults.forge import Held, Material
 from hetero_kv.faults.inject import Injector
 from hetero_kv.faults.kinds import Case
-from hetero_kv.faults.residence import Residence
+from hetero_kv.faults.residence import Residence, code_of
 from hetero_kv.options import Options
 from hetero_kv.params import Params
 from hetero_kv.prefix.identity import Identity
 from hetero_kv.prefix.keys import block_keys
+from hetero_kv.prefix.plan import Reason
 from hetero_kv.prefix.store import PrefixStore
 from hetero_kv.requests import FINISHED, Request, Result
 from hetero_kv.reusing import OFF, SHADOW, VALIDATED
 from hetero_kv.rows import Model, Rows
 from hetero_kv.state import Cache
+
+Served = tuple[Engine, Result]
 
 PLENTY = 1 << 26  # bytes
 BURST = 4
@@ -113,7 +116,7 @@ class Bench:
         self.prompt, self.length = np.asarray(prompt, np.int32), length
         self.donor_prompt = np.asarray(donor, np.int32)
         capacity = size + self.new
-        self.rows, self.blind = rows or (_rows(model, capacity), _rows(model, capacity))
+        self.rows, self.blind = rows or self._compiled(capacity)
         if self.rows.capacity < capacity:
             raise ValueError(f"rows= hold {self.rows.capacity} tokens, {capacity=} are needed")
         self.identity = Identity.of(spec, params, config, batch=1)
@@ -150,7 +153,7 @@ class Bench:
         """
         off = tuple(x for x in kinds.CHECKS if x in set(off))
         if case.moment == kinds.DEVICE:
-            return self._resident(case, off)
+            return self._resident(case, off, directory)
         keyed = self.identity_of_other if _is_old(case) else self.identity
         with (
             checks.switched_off(off, keyed),
@@ -180,7 +183,8 @@ class Bench:
             self.material,
         )
 
-    def _resident(self, case: Case, off: tuple[str, ...]) -> Outcome:
+    def _resident(self, case: Case, off: tuple[str, ...], directory: pathlib.Path) -> Outcome:
+        del directory
         told, want = self.residence.run(case, off), self.residence.right[:, 0]
         token = _first(told.logits.argmax(-1) != want.argmax(-1))
         logit = _first((told.logits.view(np.uint32) != want.view(np.uint32)).any(-1))
@@ -241,6 +245,19 @@ class Bench:
 
     # -- serving -----------------------------------------------------------------------------------
 
+    def _compiled(self, capacity: int) -> tuple[Rows, Rows]:
+        """With the checks in their calls, and another that may be traced without some."""
+        made = functools.partial(
+            Rows,
+            self.model,
+            slots=1,
+            capacity=capacity,
+            burst=BURST,
+            keep_logits=True,
+            keep_prompt_logits=True,
+        )
+        return made(), made()
+
     def _cold(self, params: Params, prompt: np.ndarray) -> dict[int, Cache]:
         """Rows at every boundary, and at the end."""
         step, size, cache = self.spec.granularity, len(prompt), self.rows.new(1)
@@ -252,28 +269,33 @@ class Bench:
             found[stop] = self.rows.take(cache, 0)
         return found
 
-    def _serve(
-        self, store: PrefixStore | None, mode: str, rows: Rows
-    ) -> tuple[Engine, Result, tuple[str, ...]]:
+    def _engine(self, store: PrefixStore | None, mode: str, rows: Rows) -> Engine:
         options = Options(
-            burst=rows.burst, keep_logits=True, keep_prompt_logits=True, flight_timeout=0.0
+            burst=rows.burst,
+            keep_logits=True,
+            keep_prompt_logits=True,
+            flight_timeout=0.0,
+            paging=rows.paging,
+            validate=rows.check,
         )
-        engine = Engine(
+        return Engine(
             self.model,
             self.params,
             store=store,
-            slots=1,
+            slots=rows.slots,
             capacity=rows.capacity,
             reuse=mode,
             options=options,
             rows=rows,
         )
-        (result,) = engine.generate([Request(self.prompt, self.new)])
-        found = tuple(f"audit: {'; '.join(x.others)}" for x in engine.breaker.failed)
-        return engine, result, found
 
-    def _answer(self, served: tuple[Engine, Result, tuple[str, ...]]) -> _Answer:
-        engine, result, _ = served
+    def _serve(self, store: PrefixStore | None, mode: str, rows: Rows) -> Served:
+        engine = self._engine(store, mode, rows)
+        (result,) = engine.generate([Request(self.prompt, self.new)])
+        return engine, result
+
+    def _answer(self, served: Served) -> _Answer:
+        engine, result = served
         if result.status != FINISHED:
             raise RuntimeError(f"the request did not finish: {result.why}")
         rest = len(self.prompt) - self.length
@@ -281,15 +303,14 @@ class Bench:
         logits = np.concatenate([prompt, result.logits[1:]])[: self.outputs]
         return _Answer(logits.argmax(-1), logits, engine.cache)
 
-    def _outcome(self, case: Case, off: tuple[str, ...], served: tuple) -> Outcome:
-        _, result, audits = served
+    def _outcome(self, case: Case, off: tuple[str, ...], served: Served) -> Outcome:
+        engine, result = served
         have, want = self._answer(served), self.right
-        reasons = tuple(f"{x.code}: {x.component or x.detail}" for x in result.reasons) + audits
+        audits = tuple(f"audit: {'; '.join(x.others)}" for x in engine.breaker.failed)
+        reasons = (*dict.fromkeys(y for x in result.reasons for y in _told(x)), *audits)
         token = _first(have.tokens != want.tokens)
         logit = _first((have.logits.view(np.uint32) != want.logits.view(np.uint32)).any(-1))
-        live = bool(np.any(jax.device_get(have.row.length != want.row.length)))
-        if not live:
-            live = any(int(x.row) >= 0 for x in self.rows.differ(have.row, want.row))
+        live = self._live(have, want)
         if logit >= 0:
             status = TOLD if reasons else SILENT
         else:
@@ -306,11 +327,21 @@ class Bench:
             result.resumable_length,
         )
 
+    def _live(self, have: _Answer, want: _Answer) -> bool:
+        """Whether the slot afterwards differs on a live row."""
+        if np.any(jax.device_get(have.row.length != want.row.length)):
+            return True
+        return any(int(x.row) >= 0 for x in self.rows.differ(have.row, want.row))
 
-def _rows(model: Model, capacity: int) -> Rows:
-    return Rows(
-        model, slots=1, capacity=capacity, burst=BURST, keep_logits=True, keep_prompt_logits=True
-    )
+
+def _told(reason: Reason) -> Iterator[str]:
+    """A reason as texts "code: component". What a call has refused is a reason per bit."""
+    if reason.code != "evidence" or reason.component:
+        yield f"{reason.code}: {reason.component or reason.detail}"
+        return
+    for one in reason.detail.split("; "):
+        component, bit = one.rsplit(": ", 1)
+        yield f"{code_of(bit)}: {component}"
 
 
 def _is_old(case: Case) -> bool:

@@ -154,6 +154,41 @@ def revoke(
     return paged.poisoned(spec, cache, freed) if poison else cache
 
 
+class Some(NamedTuple):
+    """Some pages of each component; C components in the order of the paging, n at most."""
+
+    ids: Array  # i32[C, n]
+    generation: Array  # i32[C, n], theirs as the host knows it
+    count: Array  # i32[C], how many of them
+
+
+def keep(cache: Cache, some: Some) -> tuple[Cache, jax.Array]:
+    """Pins sealed pages, so that they outlive the rows that hold them; u32[C] flags."""
+    tables, flags = {}, []
+    for c, page in enumerate(cache.pages.paging.pages):
+        old = cache.pages.tables[page.component]
+        about = some.ids[c], some.count[c], some.generation[c]
+        tables[page.component], found = table.pin(old, *about)
+        flags.append(found)
+    flags = jnp.stack(flags) if flags else jnp.zeros(0, jnp.uint32)
+    return cache.replace(pages=cache.pages.replace(tables=tables)), flags
+
+
+def drop(
+    spec: CacheSpec, cache: Cache, some: Some, poison: bool = False
+) -> tuple[Cache, jax.Array]:
+    """Takes back `keep`; pages that no row holds become free. u32[C] flags."""
+    tables, flags, freed = {}, [], {}
+    for c, page in enumerate(cache.pages.paging.pages):
+        name, old = page.component, cache.pages.tables[page.component]
+        about = some.ids[c], some.count[c], some.generation[c]
+        tables[name], found, freed[name] = table.unpin(old, *about)
+        flags.append(found)
+    flags = jnp.stack(flags) if flags else jnp.zeros(0, jnp.uint32)
+    cache = cache.replace(pages=cache.pages.replace(tables=tables))
+    return (paged.poisoned(spec, cache, freed) if poison else cache), flags
+
+
 def most_columns(cache: Cache) -> int:
     """n: the block tables of all components are given as wide as the widest."""
     return max((x.columns for x in cache.pages.paging.pages), default=0)

@@ -72,7 +72,7 @@ class HashOnlyStore(PrefixStore):
         history, _ = self._fetcher.fetch(lease, cache.capacity)
         length = lease.resumable_length
         if not length:
-            return self.transfer.write(cache, np.int32(row), np.int32(0), np.int32(0), {}, {})
+            return self.transfer.write(cache, np.int32(row), np.int32(0), np.int32(0), {}, {})[0]
         payloads, lost = [x.payload for x in history], frozenset()
         if self.kind == "zeroed":
             everything = {*self.geometry.history, *self.geometry.checkpoint}

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
+from hetero_kv.pages.brought import Brought
 from hetero_kv.prefix.index import Group
 from hetero_kv.prefix.keys import Keys, read_root
 from hetero_kv.prefix.plan import Plan, Reason
@@ -41,6 +42,7 @@ class Lease:
     seen = 0  # its progress when the plan was made
     fruitless = 0  # flights that were followed and brought nothing
     released = True  # until pinned
+    brought: Brought | None = None  # by the last restore
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ import numpy as np
 
 from hetero_kv import validate
 from hetero_kv.contract import CacheSpec
+from hetero_kv.pages.brought import nothing
 from hetero_kv.prefix import observe
 from hetero_kv.prefix.costs import Costs
 from hetero_kv.prefix.disk.tier import DiskTier
@@ -196,7 +197,8 @@ class PrefixStore(Upkeep):
         `lease.approximate`, what follows is not what a cold run computes, and is never published.
 
         held: leading blocks whose History the row has in sealed pages already, by the same keys;
-        they are not fetched. Windows and tails always are.
+        they are not fetched. Windows and tails always are. `lease.brought` is what the first call
+        that reads the row compares it with, see pages/brought.py.
         """
         self._check_open()
         self._check_row(cache, row)
@@ -208,7 +210,8 @@ class PrefixStore(Upkeep):
         started = self._observer.clock()
         history, checkpoint = self._fetcher.fetch(lease, cache.capacity, held)
         length = lease.resumable_length
-        cache = self.transfer.write(
+        held = min(held, self.spec.blocks_in(length))
+        cache, sums = self.transfer.write(
             cache,
             np.int32(row),
             np.int32(length),
@@ -216,6 +219,13 @@ class PrefixStore(Upkeep):
             np.int32(0 if lease.replay else length),
             self.transfer.stage_history([x.payload for x in history], cache.capacity, held=held),
             self.transfer.stage_checkpoint(checkpoint and checkpoint.payload),
+            np.int32(held),
+        )
+        lease.brought = nothing(self.spec)._replace(
+            sums=sums,
+            first=np.int32(held),
+            tokens=np.int32(length),
+            state=np.bool_(checkpoint is not None),
         )
         if lease.approximate:
             self.counters.add("approximate_restores_total")

@@ -14,7 +14,7 @@ import numpy as np
 
 from hetero_kv import state, validate
 from hetero_kv.contract import CacheSpec, Evidence, History
-from hetero_kv.pages import entries
+from hetero_kv.pages import brought, entries
 from hetero_kv.pages.validate import check as check_pages
 from hetero_kv.prefix.index import CHECKPOINT
 from hetero_kv.prefix.payload import (
@@ -55,6 +55,8 @@ class Transfer:
         self._inspect = jax.jit(self._traced_inspect)
         self._read_history = jax.jit(self._traced_read_history, static_argnames="sizes")
         self._read_checkpoint = jax.jit(self._traced_read_checkpoint)
+        # (cache, row, length, grid length, history, checkpoint, held blocks) -> (cache, sums of
+        # what was given, see pages/brought.py).
         self.write = jax.jit(self._traced_write, donate_argnums=0)
         self.overwrite = jax.jit(self._traced_overwrite, donate_argnums=0, static_argnames="zeroed")
 
@@ -219,13 +221,16 @@ class Transfer:
         grid_length: jax.Array,
         history: Arrays,
         checkpoint: Arrays,
-    ) -> Cache:
+        held: jax.Array | int = 0,
+    ) -> tuple[Cache, jax.Array]:
         """The cache with row `row` standing at `length`; only the given leaves are written.
 
         Evidence is reset first, so what is not restored (windows and tails before a replay)
         vouches for nothing. A row whose pages cannot hold `length` starts over at 0. The cache is
-        donated.
+        donated. held: leading blocks that `history` does not bring. Also returns u32[C],
+        `brought.given` of the leaves.
         """
+        sums = brought.given(self.spec, history | checkpoint, jnp.int32(held), jnp.int32(length))
         cache = state.reset_row(self.spec, cache, row)
         takes = None
         if cache.pages is not None:
@@ -243,7 +248,7 @@ class Transfer:
                     leaf, value, (0, row, *[0] * (leaf.ndim - 2))
                 )
         cache = cache.with_leaves(changed)
-        return cache.replace(grid_length=cache.grid_length.at[row].set(grid_length))
+        return cache.replace(grid_length=cache.grid_length.at[row].set(grid_length)), sums
 
     def _traced_overwrite(
         self,

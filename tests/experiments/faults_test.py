@@ -64,6 +64,16 @@ def test_files_and_claims(tmp_path: pathlib.Path) -> None:
     assert "| zero | host | kept |" in report
 
 
+def test_in_pages_all_checks_are_on_or_off(tmp_path: pathlib.Path) -> None:
+    chosen = config(tmp_path, paged=True, kinds=(kinds.ZERO, kinds.ENTRY, kinds.RELEASED))
+    results = faults.run(chosen)
+    on, off = results["summary"][ALL_ON], results["summary"][ALL_OFF]
+    assert results["columns"] == [ALL_ON, ALL_OFF]
+    assert on["refused"] == on["right_reason"] == on["trials"] == off["answers"] > 8
+    assert off["silent"] == off["trials"] == 2 * on["trials"]
+    assert "With all checks on, 0 of" in (pathlib.Path(chosen.workdir) / "report.md").read_text()
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -72,7 +72,9 @@ def failed(
         real, row_case = store.restore, kinds.Case(kind, component, kinds.ROW, "", kinds.AUDIT)
 
         def restore(lease, cache, row=0):
-            return injector().damage_row(row_case, real(lease, cache, row=row), row)
+            cache = injector().damage_row(row_case, real(lease, cache, row=row), row)
+            lease.brought = None  # as if the sums had been made after it
+            return cache
 
         store.restore = restore
     handle = made.submit(world.request(NUMBER))
@@ -183,6 +185,34 @@ def test_what_does_not_fit_is_refused(tmp_path: pathlib.Path) -> None:
     made.about["versions"]["jax"] = "0.0.1"
     code, said = replayed(again(made, tmp_path), weights(tmp_path))
     assert code == 0 and any(x.startswith("warning: jax is") for x in said)
+
+
+def test_weights_that_cannot_be_read_are_named(tmp_path: pathlib.Path) -> None:
+    path = failed(tmp_path, weights_source="")
+    stem = pathlib.Path(weights(tmp_path, 3))
+    tensors, settings = (stem.with_name(stem.name + x) for x in (".safetensors", ".json"))
+    whole, about = tensors.read_bytes(), settings.read_text()
+    other = json.loads(about)
+    other["model"]["d_model"] = 48
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{")
+    cases = [
+        (lambda: tensors.write_bytes(whole[: len(whole) // 2]), "is damaged"),
+        (lambda: tensors.write_bytes(b"weights"), "is damaged"),
+        (lambda: tensors.write_bytes(whole), "holds weights"),
+        (lambda: settings.write_text(about[:50]), "is not what `export` writes"),
+        (lambda: settings.write_text("[]"), "is not what `export` writes"),
+        (lambda: settings.write_text('{"x": 1}'), "is not what `export` writes"),
+        (lambda: settings.write_text(json.dumps(other)), "has tensors[name].shape="),
+        (lambda: tensors.unlink() or tensors.mkdir(), "cannot be read"),
+    ]
+    for damage, text in cases:
+        damage()
+        code, said = replayed(path, str(stem))
+        assert code == 2 and len(said) == 1 and text in said[0], (text, said)
+        settings.write_text(about)
+    code, said = replayed(path, str(tmp_path / "hf"))
+    assert code == 2 and "config.json" in said[0], said
 
 
 def _model(made: bundle_files.Bundle, directory: pathlib.Path, **changes) -> pathlib.Path:

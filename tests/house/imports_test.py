@@ -15,10 +15,13 @@ LAYERS = (
     ("state",),
     ("attention", "kernels", "pages", "validate", "snapshot", "bundle_files"),
     ("prefix", "accounting", "requests", "guard", "options"),
-    ("sampling", "differences"),
+    ("sampling", "differences", "calls", "verifying"),
     ("rows",),
-    ("slot_pages",),
-    ("engine", "engine_metrics", "scheduler", "audit", "bundle", "faults", "reusing", "endings"),
+    ("kept", "slot_pages"),
+    (
+        *("engine", "engine_metrics", "scheduler", "audit", "bundle", "faults", "reusing"),
+        *("endings", "decoding", "drafting"),
+    ),
     ("__init__",),
 )
 RANK = {name: rank for rank, row in enumerate(LAYERS) for name in row}

@@ -149,7 +149,7 @@ def test_a_prefix_is_shared_without_copying(release_first: bool) -> None:
         new = page.pages_for(tiny.CAPACITY) - 32 // page.span
         assert before[page.component] - after[page.component] == new
     assert validate.describe(spec, at_use.check(spec, cache), 1)  # no windows and tails yet
-    cache = transfer.write(cache, np.int32(1), np.int32(32), np.int32(32), {}, checkpoint)
+    cache, _ = transfer.write(cache, np.int32(1), np.int32(32), np.int32(32), {}, checkpoint)
     expected = EXPECT(cache)
     assert at_use.check(spec, cache, expected, 1).ok.all()
     if release_first:

@@ -132,6 +132,13 @@ def test_what_goes_wrong_never_reaches_a_request(tmp_path: pathlib.Path, monkeyp
     assert result.status == "finished" and made.breaker.open
     assert world.count(made, "bundles_total", outcome=FAILED) == 1
     assert "file" in made.reuser.bundles.last.reason
+    error = made.reuser.bundles.last.reason.partition(":")[0]
+    assert world.count(made, "bundle_failures_total", error=error) == 1
+    fresh = world.engine("validated", store=world.store(), bundle_dir=str(blocked / "under"))
+    (result,) = fresh.generate([dataclasses.replace(world.request(2), bundle=True)])
+    world.same_answer(result, 2)
+    (told,) = [x for x in result.reasons if x.code == "bundle_failed"]
+    assert told.detail.startswith(error) and str(blocked) in told.detail
     world.settled(made)
 
     def fails(*args, **options):

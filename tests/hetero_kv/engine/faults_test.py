@@ -23,8 +23,11 @@ def warmed(reuse: str = "validated", name: str = "small", **options):
     return world.engine(reuse, name, store=store, **options)
 
 
-def tamper(made, component: str, evidence: bool = False):
-    """From now on every restore is followed by damage to the row."""
+def tamper(made, component: str, evidence: bool = False, unseen: bool = True):
+    """From now on every restore is followed by damage to the row.
+
+    unseen: what it has brought is not compared, as if the damage was older than the sums.
+    """
     inner = made.store.restore
 
     def restore(lease, cache, row=0):
@@ -33,6 +36,8 @@ def tamper(made, component: str, evidence: bool = False):
             hold, made.cache = made.cache, cache
             assert world.damage(made, row, component, evidence)
             cache, made.cache = made.cache, hold
+            if unseen:
+                lease.brought = None
         return cache
 
     made.store.restore = restore
@@ -147,6 +152,45 @@ def test_wrong_evidence_is_refused_within_the_call(component: str) -> None:
     assert component in reason.detail and reason.before > 0
     assert world.count(made, "verdicts_total") == 1
     world.settled(made)
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_a_row_that_is_not_as_it_was_brought_is_refused(component: str) -> None:
+    """Its evidence is right, its values are not: the first call that reads them says so."""
+    made = warmed()
+    tamper(made, component, unseen=False)
+    mate = made.submit(world.request(2))
+    handle = made.submit(world.request(NUMBER))
+    world.drain(made)
+    result = made.result(handle)
+    world.same_answer(result, NUMBER)
+    world.same_answer(made.result(mate), 2)
+    assert result.reused_length == 0 and result.discarded > 0
+    assert f"{component}: checksum" in [x.detail for x in result.reasons if x.code == "evidence"]
+    assert world.count(made, "verdict_bits_total", component=component, reason="checksum") == 1
+    world.settled(made)
+
+
+def test_what_was_brought_and_saved_is_compared_when_it_comes_back() -> None:
+    """Preempted between its restore and its first call, and damaged in host memory."""
+    for wrong in (False, True):
+        made = warmed()
+        handle = made.submit(world.request(NUMBER))
+        made._admit()
+        entry = made._entries[handle]
+        assert entry.run.brought is not None and made.preempt(handle, save=True)
+        if wrong:
+            entry.saved.row = jax.tree.map(
+                lambda x: np.nan_to_num(x) + 1 if x.dtype == np.float32 else x, entry.saved.row
+            )
+        world.drain(made)
+        world.same_answer(result := made.result(handle), NUMBER)
+        assert (
+            (result.reused_length == 0)
+            == wrong
+            == any("checksum" in x.detail for x in result.reasons)
+        )
+        world.settled(made)
 
 
 def test_a_length_that_is_not_the_hosts_is_refused() -> None:

@@ -251,6 +251,30 @@ def test_bytes_that_changed_are_not_shared() -> None:
     world.settled(made)
 
 
+@pytest.mark.parametrize("component", HISTORY)
+@pytest.mark.parametrize("whose", ["shared", "restored"])
+def test_bytes_that_change_before_their_first_use(component: str, whose: str) -> None:
+    """After they were verified, sealed and leased, and before the row's first call reads them."""
+    made = engine("validated", store=warm_store())
+    one = start(made, ask(1, 20)) if whose == "shared" else None
+    two = made.submit(ask(2, 16))
+    made._admit()
+    slot = made._entries[two].slot
+    assert bool(made.pages.shared(slot)[component]) == (whose == "shared")
+    assert world.damage_page(made, slot, component, "bytes", column=1)
+    world.drain(made)
+    same(result := made.result(two), ask(2, 16))
+    assert f"{component}: checksum" in [x.detail for x in result.reasons if x.code == "evidence"]
+    assert world.count(made, "verdict_bits_total", component=component, reason="checksum") == 1
+    if one is not None:  # who holds the page too is refused from then on, and runs again
+        told = [x.detail for x in made.result(one).reasons]
+        assert any(f"{component}: missing" in x for x in told)
+    (after,) = made.generate([ask(3, 16)])
+    same(after, ask(3, 16))
+    assert world.count(made, "caches_lost_total") == 0
+    world.settled(made)
+
+
 def test_changed_pages_and_no_others() -> None:
     """Who was to share them goes back to the queue, and is served when there are pages."""
     made = engine("validated", store=warm_store())

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hetero_kv.faults import checks, kinds
+from hetero_kv.faults.paged import PagedBench
 from hetero_kv.faults.trial import REFUSED, SILENT, Bench
 from hetero_kv.prefix.payload import ArrayPayload
 from tests.hetero_kv.engine import world
@@ -15,10 +16,10 @@ from tests.models import families, tiny
 # What finds the same one step later: a checkpoint that is not there, or is blank.
 BEHIND = {
     kinds.JOINT: (kinds.EVIDENCE,),
-    kinds.LAYOUT: (kinds.EVIDENCE,),
+    kinds.LAYOUT: (kinds.EVIDENCE, kinds.RESTORED),
     kinds.POSITIONS: (kinds.EVIDENCE,),
     kinds.DELIVERED: (kinds.POSITIONS, kinds.EVIDENCE),
-    kinds.EVIDENCE: (kinds.SLOT_BYTES,),
+    kinds.EVIDENCE: (kinds.RESTORED, kinds.SLOT_BYTES),
     kinds.FORM: (kinds.RECYCLED, kinds.OWNER),
     kinds.RECYCLED: (kinds.OWNER,),
     kinds.VALID: (kinds.PAGE_BYTES,),
@@ -26,13 +27,13 @@ BEHIND = {
 
 
 @functools.cache
-def bench(name: str = "small") -> Bench:
+def bench(name: str = "small", make: type[Bench] = Bench) -> Bench:
     model, params = world.model(name)
     rng = np.random.default_rng(0)
     length = 2 * model.cache_spec.granularity
     prompt, donor = (rng.integers(0, world.VOCAB, length + 4) for _ in range(2))
     other = tiny.random_params(model, seed=5)
-    return Bench(model, params, other, prompt, donor, length, config=model.config)
+    return make(model, params, other, prompt, donor, length, config=model.config)
 
 
 def run(made: Bench, some, off, directory) -> list:
@@ -82,6 +83,24 @@ def test_a_covering_sample(tmp_path) -> None:
     with_all_on(made, sample, tmp_path / "on")
     with_all_off(made, sample, tmp_path / "off")
     with_guards_off(made, sample, tmp_path / "without")
+
+
+def test_a_covering_sample_in_pages(tmp_path) -> None:
+    made = bench("small", PagedBench)
+    sample = kinds.covering(made.cases())
+    assert {x.moment for x in sample} == set(kinds.MOMENTS) and len({x.kind for x in sample}) >= 14
+    with_all_on(made, sample, tmp_path / "on")
+    with_all_off(made, sample, tmp_path / "off")
+    with pytest.raises(ValueError, match="all checks are on, or all are off"):
+        made.run(sample[0], (kinds.AUDIT,), tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["small", "v4", *families.every()])
+def test_all_faults_in_pages(name: str, tmp_path) -> None:
+    made = bench(name, PagedBench)
+    with_all_on(made, made.cases((kinds.ALL, kinds.LAST)), tmp_path / "on")
+    with_all_off(made, made.cases(), tmp_path / "off")
 
 
 @pytest.mark.full

@@ -9,7 +9,7 @@ import pytest
 
 from hetero_kv.pages import admission, table
 from hetero_kv.pages import cache as paged
-from hetero_kv.pages.admission import Want
+from hetero_kv.pages.admission import Some, Want
 from hetero_kv.pages.layout import Paging, history_slots
 from hetero_kv.state import Cache
 from tests.hetero_kv import synthetic
@@ -28,6 +28,8 @@ ADMIT = jax.jit(functools.partial(admission.admit, SPEC))
 SETTLE = jax.jit(functools.partial(admission.settle, SPEC))
 FAIL = jax.jit(admission.fail_load)
 REVOKE = jax.jit(functools.partial(admission.revoke, SPEC, poison=True))
+KEEP = jax.jit(admission.keep)
+DROP = jax.jit(functools.partial(admission.drop, SPEC, poison=True))
 LEDGERS = jax.jit(paged.ledgers)
 
 
@@ -249,6 +251,44 @@ def test_the_books_take_back_what_they_gave(damage: str) -> None:
             assert np.isnan(np.asarray(after.leaf(slot), np.float32)[:, gone]).all()
     again = REVOKE(after, 2, np.full_like(left, 2**31 - 1), left * 0)
     assert_equal(again, after)
+
+
+def test_kept_pages_outlive_their_row() -> None:
+    cache = holder()
+    lent = want(cache, 40, 40)
+    ids = np.stack([np.pad(cache.pages.tables[x.component].table[0], (0, MOST - x.columns),
+                           constant_values=x.count) for x in PAGES])  # fmt: skip
+    some = Some(lent.ids, lent.generation, lent.whole)
+    kept, flags = KEEP(cache, some)
+    assert not np.asarray(flags).any()
+    kept = REVOKE(kept, 0, ids, np.zeros_like(ids))
+    for c, page in enumerate(PAGES):
+        pages, mine = kept.pages.tables[page.component], lent.ids[c, : lent.whole[c]]
+        held = np.zeros(page.count, bool)
+        held[mine] = True
+        np.testing.assert_array_equal(pages.form, np.where(held, table.COMPLETE, table.ABSENT))
+        np.testing.assert_array_equal(pages.pins, held)
+        for slot in history_slots(SPEC)[page.component]:
+            for one, two in ((x.leaf(slot)[:, mine] for x in (kept, cache)),):
+                assert np.asarray(one).tobytes() == np.asarray(two).tobytes()
+    assert all(bool(x.exact) for x in LEDGERS(kept).values())
+    shared, given = ADMIT(kept, 2, lent)
+    assert int(given.flags) == 0 and not np.asarray(given.changed).any()
+    assert all(bool(x.exact) for x in LEDGERS(shared).values())
+    same, flags = DROP(kept, some._replace(generation=lent.generation + 1))
+    assert (np.asarray(flags)[lent.whole > 0] == table.STALE).all()
+    for one, two in zip(jax.tree.leaves(same), jax.tree.leaves(kept), strict=True):
+        np.testing.assert_array_equal(one, two)
+    free, flags = DROP(kept, some)
+    assert not np.asarray(flags).any()
+    for page in PAGES:
+        pages = free.pages.tables[page.component]
+        assert not np.asarray(pages.form).any() and not np.asarray(pages.pins).any()
+        for slot in history_slots(SPEC)[page.component]:
+            if jnp.issubdtype(free.leaf(slot).dtype, jnp.floating):
+                assert jnp.isnan(free.leaf(slot)).all(), slot.path
+    _, flags = DROP(free, some)
+    assert (np.asarray(flags)[lent.whole > 0] != 0).all()
 
 
 def test_one_program_for_all() -> None:
