@@ -111,10 +111,14 @@ def logits(model: Decoder, params: Params) -> list[np.ndarray]:
 
 @pytest.mark.parametrize(
     ("name", "scan"),
-    [("v4", True), ("gpt_oss", True), pytest.param("v4", False, marks=pytest.mark.full),
-     pytest.param("v32", True, marks=pytest.mark.full),
-     pytest.param("gpt_oss", False, marks=pytest.mark.full)],
-)  # fmt: skip
+    [
+        ("gpt_oss", True),
+        *(
+            pytest.param(name, scan, marks=pytest.mark.full)
+            for name, scan in (("v4", True), ("v4", False), ("v32", True), ("gpt_oss", False))
+        ),
+    ],
+)
 def test_logits_are_bitwise_those_of_the_dequantised_twin(made, name: str, scan: bool) -> None:
     packed, plain = made[name]
     sizes = SIZES | {"scan_layers": scan}
