@@ -1,7 +1,8 @@
 """Weights that stay in their files' quantised layout, as leaves of the parameters.
 
 They are dequantised where they are used, inside of the compiled call, one layer (of experts: one
-expert) at a time. What comes out is bit by bit what dequantising on load would have given.
+expert) at a time. The weights are bit by bit those that dequantising on load would have given; a
+compiler may still sum a product of them in another order (seen on the CPU: MLA's decode steps).
 """
 
 import dataclasses

@@ -87,10 +87,10 @@ def check_memory(directory: pathlib.Path, keep: bool) -> dict:
     return found
 
 
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("quantised", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_memory_of_loading(tmp_path: pathlib.Path, quantised: bool) -> None:
-    """160 MB, and 160 MB dequantised from a quarter of it."""
-    loading_memory.make(tmp_path / "model", 160 << 20, quantised)
+    """128 MB, and 128 MB dequantised from a quarter of it."""
+    loading_memory.make(tmp_path / "model", 128 << 20, quantised)
     check_memory(tmp_path / "model", keep=False)
 
 
@@ -115,11 +115,11 @@ def test_what_is_loaded_is_what_was_written(tmp_path: pathlib.Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("quantised", [False, True])
 def test_memory_of_loading_two_gigabytes(tmp_path: pathlib.Path, quantised: bool) -> None:
-    """Against the whole process: interpreter, libraries and backend included."""
+    """Interpreter, libraries and backend included."""
     loading_memory.make(tmp_path / "model", 2 << 30, quantised)
     found = check_memory(tmp_path / "model", keep=False)
     assert found["params"] > 1.9 * (1 << 30)
-    assert found["peak"] < 1.15 * found["params"] + found["before"]
+    assert found["peak"] < 1.15 * found["params"]
     if quantised:
         kept = check_memory(tmp_path / "model", keep=True)
         assert kept["params"] < 0.4 * found["params"]
