@@ -278,7 +278,7 @@ def _encode(code: Code, groups: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _encode_int8(_: Code, groups: jax.Array) -> tuple[jax.Array, jax.Array]:
     """As `_encode`, with symmetric integers."""
     top = _largest(groups)
-    scale = _bits(_float(jnp.minimum(top, 254 << 23)) * (1 / 127))
+    scale = _bits(_float(jnp.minimum(top, 0x7F800000)) * (1 / 127))
     scale = _nearest(scale, 16) << 16
     sound = _float(scale) * 127 < 2.0**127
     scale = jnp.where(scale >> 23 < 127 + LOWEST, 0, scale)
