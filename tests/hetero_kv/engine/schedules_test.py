@@ -107,7 +107,7 @@ class Schedule:
             )
             self.numbers[made.submit(request)] = number
         elif what == "bad":
-            tokens = rng.choice([-1, world.VOCAB, 10**6], 3)
+            tokens = rng.choice([-1, world.model(self.name)[0].config.vocab_size, 10**6], 3)
             self.numbers[made.submit(Request(tokens, 3))] = None
         elif what == "cancel" and self.numbers:
             made.cancel(self.pick())
