@@ -232,10 +232,9 @@ class Rows:
         cache, flags = self._keep(cache, some)
         return cache, jax.device_get(flags)
 
-    def drop(self, cache: Cache, some: Some) -> tuple[Cache, np.ndarray]:
-        """Takes back `keep`."""
-        cache, flags = self._drop(cache, some)
-        return cache, jax.device_get(flags)
+    def drop(self, cache: Cache, ids: np.ndarray) -> Cache:
+        """Kept pages i32[C, n] that no row holds become free, by the host's books."""
+        return self._drop(cache, ids)
 
     def page_books(self, cache: Cache) -> tuple[dict[str, PageTable], dict[str, Ledger]]:
         """The page table of each component and its ledger, on the host."""

@@ -342,9 +342,7 @@ class SlotPages:
                 self._counters.add("dropped_pages_total", component=page.component)
         while any(gone):
             part, gone = [x[: self._most] for x in gone], [x[self._most :] for x in gone]
-            cache, flags = self._rows.drop(cache, self._some(part))
-            if flags.any():
-                raise PagesLost(f"kept pages are not what the books say: flags {flags.tolist()}")
+            cache = self._rows.drop(cache, self._some(part).ids)
         return cache
 
     def _in_use(self, c: int) -> list[int]:
@@ -354,6 +352,7 @@ class SlotPages:
         shape = len(self._pages), self._most
         ids, generation = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
         for c, found in enumerate(pages):
+            ids[c] = self._pages[c].count  # no page
             for n, (i, bumped) in enumerate(found):
                 ids[c, n], generation[c, n] = i, bumped
         return Some(ids, generation, np.array([len(x) for x in pages], np.int32))

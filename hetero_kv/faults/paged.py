@@ -22,7 +22,7 @@ SLOTS = 2
 
 
 class PagedBench(Bench):
-    """A `Bench` whose engines hold History in pages of several sizes."""
+    """A `Bench` whose engines hold History in pages."""
 
     def run(self, case: Case, off: tuple[str, ...], directory: pathlib.Path) -> Outcome:
         """As `Bench.run`; off: none of the checks, or all."""
@@ -31,8 +31,6 @@ class PagedBench(Bench):
         return super().run(case, off, directory)
 
     def _compiled(self, capacity: int) -> tuple[Rows, Rows]:
-        names = [x.component for x in Paging.of(self.spec, SLOTS, capacity).pages]
-        span = {x: self.spec.block * (1 + i % 2) for i, x in enumerate(names)}
         made = functools.partial(
             Rows,
             self.model,
@@ -41,7 +39,7 @@ class PagedBench(Bench):
             burst=BURST,
             keep_logits=True,
             keep_prompt_logits=True,
-            paging=Paging.of(self.spec, SLOTS, capacity, span),
+            paging=Paging.of(self.spec, SLOTS, capacity),  # a page a block: there are two at least
         )
         return made(), made(check=False)
 

@@ -174,19 +174,14 @@ def keep(cache: Cache, some: Some) -> tuple[Cache, jax.Array]:
     return cache.replace(pages=cache.pages.replace(tables=tables)), flags
 
 
-def drop(
-    spec: CacheSpec, cache: Cache, some: Some, poison: bool = False
-) -> tuple[Cache, jax.Array]:
-    """Takes back `keep`; pages that no row holds become free. u32[C] flags."""
-    tables, flags, freed = {}, [], {}
+def drop(spec: CacheSpec, cache: Cache, ids: jax.Array, poison: bool = False) -> Cache:
+    """Kept pages i32[C, n] that no row holds become free, see `table.unkeep`."""
+    tables, freed = {}, {}
     for c, page in enumerate(cache.pages.paging.pages):
-        name, old = page.component, cache.pages.tables[page.component]
-        about = some.ids[c], some.count[c], some.generation[c]
-        tables[name], found, freed[name] = table.unpin(old, *about)
-        flags.append(found)
-    flags = jnp.stack(flags) if flags else jnp.zeros(0, jnp.uint32)
+        name = page.component
+        tables[name], freed[name] = table.unkeep(cache.pages.tables[name], ids[c])
     cache = cache.replace(pages=cache.pages.replace(tables=tables))
-    return (paged.poisoned(spec, cache, freed) if poison else cache), flags
+    return paged.poisoned(spec, cache, freed) if poison else cache
 
 
 def most_columns(cache: Cache) -> int:

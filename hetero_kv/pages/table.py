@@ -219,6 +219,18 @@ def revoke(
     return _free(pages._replace(shares=shares), held & (shares == 0))
 
 
+def unkeep(pages: PageTable, ids: jax.Array) -> tuple[PageTable, jax.Array]:
+    """Pages i32[k] `ids` that no row holds become free, by the books of whoever pinned them.
+
+    As in `revoke`, the table is not asked: it may be damaged. Returns the table, and which pages
+    bool[P] became free.
+    """
+    held = jnp.zeros(pages.size, bool).at[pages.safe(ids)].set(True, mode="drop")
+    none = jnp.int32(0)
+    shares, pins = (jnp.where(held, none, x) for x in (pages.shares, pages.pins))
+    return _free(pages._replace(shares=shares, pins=pins), held)
+
+
 def end_load(
     pages: PageTable, row: jax.Array, owner: jax.Array, ok: jax.Array | bool = True
 ) -> PageTable:

@@ -48,19 +48,19 @@ def test_files_and_claims(tmp_path: pathlib.Path) -> None:
     assert summary[GUARD]["refused"] == 12
     table = faults_report.matrix(results["trials"])
     assert table[kinds.ZERO]["no checksum"][0] == 3 and table[kinds.ZERO]["no evidence"][0] == 0
-    assert table[kinds.ZERO]["no audit"][0] == 4
-    assert table[kinds.ZERO]["no checksum + audit"][0] == 7
+    assert table[kinds.ZERO]["no audit"][0] == 3
+    assert table[kinds.ZERO]["no checksum + audit"][0] == 6
     assert table[kinds.REUSED] == {
         **dict.fromkeys((ALL_ON, GUARD), (0, 3)),
         **dict.fromkeys(("no checksum", "no audit", "no checksum + audit"), (0, 1)),
-        "no evidence": (1, 3),  # in pages and slots others find it
+        "no evidence": (0, 3),  # others find it
         ALL_OFF: (6, 6),
     }
     _, resident = faults_report.PLACES
     assert len(faults_report.of_place(results["trials"], resident)) == 4 * 2 + 4 + 4 * 2
     assert "no checksum" not in faults_report._table(results, resident)[0]
     report = (place / "report.md").read_text()
-    assert "no evidence: 1 become silently wrong: slot_reuse." in report
+    assert "no evidence: 0 become silently wrong (others find them)." in report
     assert "| zero | host | kept |" in report
 
 

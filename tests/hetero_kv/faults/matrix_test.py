@@ -86,8 +86,9 @@ def test_a_covering_sample(tmp_path) -> None:
 
 
 def test_a_covering_sample_in_pages(tmp_path) -> None:
+    """Every kind at every moment; all lines and components are in the full product."""
     made = bench("small", PagedBench)
-    sample = kinds.covering(made.cases())
+    sample = list({(x.kind, x.moment): x for x in kinds.covering(made.cases())}.values())
     assert {x.moment for x in sample} == set(kinds.MOMENTS) and len({x.kind for x in sample}) >= 14
     with_all_on(made, sample, tmp_path / "on")
     with_all_off(made, sample, tmp_path / "off")

@@ -275,19 +275,26 @@ def test_kept_pages_outlive_their_row() -> None:
     shared, given = ADMIT(kept, 2, lent)
     assert int(given.flags) == 0 and not np.asarray(given.changed).any()
     assert all(bool(x.exact) for x in LEDGERS(shared).values())
-    same, flags = DROP(kept, some._replace(generation=lent.generation + 1))
-    assert (np.asarray(flags)[lent.whole > 0] == table.STALE).all()
-    for one, two in zip(jax.tree.leaves(same), jax.tree.leaves(kept), strict=True):
-        np.testing.assert_array_equal(one, two)
-    free, flags = DROP(kept, some)
-    assert not np.asarray(flags).any()
-    for page in PAGES:
-        pages = free.pages.tables[page.component]
-        assert not np.asarray(pages.form).any() and not np.asarray(pages.pins).any()
-        for slot in history_slots(SPEC)[page.component]:
-            if jnp.issubdtype(free.leaf(slot).dtype, jnp.floating):
-                assert jnp.isnan(free.leaf(slot)).all(), slot.path
-    _, flags = DROP(free, some)
+    for c, page in enumerate(PAGES):  # whatever the page table has come to say
+        pages = kept.pages.tables[page.component]
+        wrong = pages._replace(generation=pages.generation + 1, form=pages.form * 0 + table.CORRUPT)
+        damaged = kept.replace(
+            pages=kept.pages.replace(tables=kept.pages.tables | {page.component: wrong})
+        )
+        gone = np.where(np.arange(MOST) < lent.whole[:, None], lent.ids, 10**6)
+        for before in (kept, damaged):
+            free = DROP(before, gone)
+            left = free.pages.tables[page.component]
+            mine = lent.ids[c, : lent.whole[c]]
+            for field in ("form", "pins", "shares", "owner", "count"):
+                assert not np.asarray(getattr(left, field))[mine].any(), field
+            assert (np.asarray(left.generation)[mine] > np.asarray(pages.generation)[mine]).all()
+            for slot in history_slots(SPEC)[page.component]:
+                if jnp.issubdtype(free.leaf(slot).dtype, jnp.floating):
+                    assert jnp.isnan(free.leaf(slot)[:, mine]).all(), slot.path
+    free = DROP(kept, gone)
+    assert all(bool(x.exact) and int(x.owned) == 0 for x in LEDGERS(free).values())
+    _, flags = KEEP(free, some)
     assert (np.asarray(flags)[lent.whole > 0] != 0).all()
 
 
