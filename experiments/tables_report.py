@@ -115,14 +115,15 @@ def _sizes(results: Mapping) -> Table:
 
 
 def _operations(results: Mapping) -> Table:
-    rows = []
+    rows, counted = [], [x for of in results["operations"].values() for x in of.values()]
+    kinds = [x for x in counted[0] if any(parts[x] for parts in counted)]
     for convention, of in results["operations"].items():
         for name, parts in of.items():
             ratio = _total(results, convention, "v3_2") / sum(parts.values())
-            cells = [f"{x / 1e12:.4f}" for x in parts.values()]
+            cells = [f"{parts[x] / 1e12:.4f}" for x in kinds]
             rows.append([f"{NAMES[name]}, {convention}", *cells,
                          f"{sum(parts.values()) / 1e12:.4f}", f"{ratio:.2f}"])  # fmt: skip
-    columns = ("model, convention", "weights", "index", "attention", "all", "V3.2 over it")
+    columns = ("model, convention", *kinds, "all", "V3.2 over it")
     note = (
         "10^12 operations of one decode step: products with weights (experts that are picked; no "
         "lookup), index scores, attention over visible and picked rows; a multiply-add is two. "
