@@ -1,4 +1,4 @@
-"""Bytes of cache pytrees and operations of a decode step or a prompt, by shapes: nothing is allocated."""
+"""Bytes of cache pytrees, and operations of a decode step or a prompt, by shapes alone."""
 
 import dataclasses
 import math
