@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 import matplotlib.figure
 
+import models
+from experiments import anatomy
 from experiments.bench.report import Table
 from experiments.exhibit import COLOURS, Claim, Exhibit, plain
 
@@ -23,11 +25,16 @@ def exhibit(results: Mapping) -> Exhibit:
         "Counted tables",
         "Bytes are those of cache pytrees (`state.abstract`) of the models' own configurations; "
         "packed rows have the sizes of serving kernels and are a pytree as well. Raw rows of "
-        "compressors (tails) and position counters, which published sizes leave out, are included.",
+        "compressors (tails) and position counters, which published sizes leave out, are included. "
+        "The last figure is the cache of a small model.",
         _claims(results),
         [_sizes(results), _operations(results), _mixes(results), _allocator(results),
          _prices(results)],
-        {"kv_by_length": _curve(results), "cache_parts": _parts(results)},
+        {
+            "kv_by_length": _curve(results),
+            "cache_parts": _parts(results),
+            "cache_anatomy": _anatomy(results["config"]["anatomy_length"]),
+        },
     )  # fmt: skip
 
 
@@ -171,6 +178,11 @@ def _prices(results: Mapping) -> Table:
     )
     columns = ("prices", "miss over hit", "saved", "break-even", "as of")
     return Table("Price of a cached token", columns, rows, note)
+
+
+def _anatomy(length: int) -> matplotlib.figure.Figure:
+    spec = models.build(anatomy.example()).cache_spec
+    return anatomy.draw(anatomy.rows_of(spec, length), length)
 
 
 def _curve(results: Mapping) -> matplotlib.figure.Figure:

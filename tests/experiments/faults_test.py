@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from experiments import checkpoint, config_tools, faults, faults_benches, faults_report
+from experiments.report import exhibit_of
 from experiments.faults_config import ALL_OFF, ALL_ON, GUARD, FaultsConfig
 from hetero_kv.faults import kinds
 
@@ -62,6 +63,9 @@ def test_files_and_claims(tmp_path: pathlib.Path) -> None:
     report = (place / "report.md").read_text()
     assert "no evidence: 1 become silently wrong: slot_reuse." in report
     assert "| zero | host | kept |" in report
+    shown = exhibit_of(str(place))  # as a report joins it
+    assert list(shown.figures) == ["faults"] and len(shown.tables) == 3
+    assert (place / "faults.png").stat().st_size > 5_000
 
 
 @pytest.mark.parametrize(
