@@ -17,6 +17,7 @@ from hetero_kv.params import Params
 from hetero_kv.prefix.identity import Identity
 from hetero_kv.prefix.plan import DISK, Geometry
 from hetero_kv.prefix.policy import Policy
+from hetero_kv.prefix.transfer import transfer_for
 from hetero_kv.requests import Result
 from hetero_kv.rows import Rows
 from models.config import DecoderConfig
@@ -116,9 +117,10 @@ class Bench:
         room = ROOM * room + (1 << 20)
         sizes: dict = {"host_bytes": room}
         if arm.tier == DISK:
-            # Host memory holds the least that a store insists on; sections are aligned.
-            least = spec.minimum_resumable // spec.block * spec.block_bytes()
-            sizes["host_bytes"] = spec.checkpoint_bytes() + least + 4_096
+            # Host memory holds the least that a store insists on.
+            transfer, blocks = transfer_for(spec), spec.blocks_in(spec.minimum_resumable)
+            least = sum(transfer.history_layout(x).nbytes for x in range(blocks))
+            sizes["host_bytes"] = transfer.checkpoint_layout.nbytes + least
             sizes |= {"disk_dir": place, "disk_bytes": 2 * room + (16 << 20)}
         return PrefixStore(spec, self.identity, policy=arm.policy, **sizes)
 
@@ -161,9 +163,11 @@ class Served:
         self.finished(self.prompt(length, length))
 
     def settle(self) -> None:
-        """What was written is on disk, and none of it in the system's memory."""
+        """Before a request from disk: what was written is there, and in no memory any more."""
         if self.store is None or self.store.disk is None:
             return
+        # A short new prompt takes the room in host memory; then the system's is let go of.
+        self.finished(self.prompt(self.bench.spec.granularity + 1, 0))
         flushed = self.store.flush()
         if not flushed.ok:
             raise RuntimeError(f"the prefixes are not on disk: {flushed.failure}")

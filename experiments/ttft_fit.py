@@ -6,7 +6,7 @@ L^2) / 2: what a request costs anyway, what each token does, and what each pair 
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -60,12 +60,16 @@ def fit(prompt: int, lengths: Sequence[int], values: Sequence[float]) -> Fit | N
 
 
 def break_even(
-    prompt: int, lengths: Sequence[int], values: Sequence[float], cold: float
+    lengths: Sequence[int],
+    values: Sequence[float],
+    cold: float,
+    curve: Callable[[float], float] | None = None,
 ) -> float | None:
     """From how many resumed tokens on resuming takes no longer than `cold`; None: never.
 
     By straight lines between the lengths that were timed, all > 0. Where the shortest pays already,
-    the line through the two shortest is carried on towards 0.
+    `curve` (seconds by length, a fit), or else the line through the two shortest, is carried on
+    towards 0.
     """
     pairs = sorted({length: value for length, value in zip(lengths, values, strict=True)}.items())
     pairs = [(x, y) for x, y in pairs if x > 0]
@@ -75,6 +79,8 @@ def break_even(
     if len(above) == len(pairs):
         return None
     if not above:
+        if curve is not None:
+            return _falls_to(curve, cold, float(pairs[0][0]))
         if len(pairs) < 2:
             return float(pairs[0][0])
         (x0, y0), (x1, y1) = pairs[:2]
@@ -85,6 +91,17 @@ def break_even(
         return None
     (x0, y0), (x1, y1) = pairs[last], pairs[last + 1]
     return x0 + (y0 - cold) / (y0 - y1) * (x1 - x0)
+
+
+def _falls_to(curve: Callable[[float], float], value: float, most: float) -> float:
+    """Where a falling curve comes down to a value, between 0 and `most`."""
+    low, high = 0.0, most
+    if curve(low) <= value:
+        return 0.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if curve(middle) <= value else (middle, high)
+    return high
 
 
 def median(samples: Sequence[float]) -> float:

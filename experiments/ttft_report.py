@@ -73,7 +73,7 @@ def _counted_bend(cell: Mapping) -> float | None:
 
 def _break_even(cell: Mapping, arm: str) -> float | None:
     lengths, values = _warm(cell, arm)
-    return ttft_fit.break_even(cell["prompt"], lengths, values, median(cell["off"]))
+    return ttft_fit.break_even(lengths, values, median(cell["off"]), _fit(cell, arm))
 
 
 def claims(cells: Sequence[Mapping]) -> list[Claim]:

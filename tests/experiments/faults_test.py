@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from experiments import checkpoint, config_tools, faults, faults_benches, faults_report
-from experiments.report import exhibit_of
 from experiments.faults_config import ALL_OFF, ALL_ON, GUARD, FaultsConfig
+from experiments.report import exhibit_of
 from hetero_kv.faults import kinds
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -130,7 +130,16 @@ def test_a_curve_of_known_parts() -> None:
     ],
 )
 def test_break_even(lengths, values, cold, wanted) -> None:
-    assert ttft_fit.break_even(400, lengths, values, cold) == wanted
+    assert ttft_fit.break_even(lengths, values, cold) == wanted
+
+
+def test_break_even_below_the_shortest_hit_is_by_the_curve() -> None:
+    bent = ttft_fit.Fit(1_000, 0.0, 0.0, 2e-6)  # 1 s cold, saving little at first
+    lengths = [400, 800]
+    values = [bent(x) + 0.01 for x in lengths]
+    found = ttft_fit.break_even(lengths, values, bent(0), lambda x: bent(x) + 0.01)
+    assert found == pytest.approx(100)  # 1e-6 x^2 = 0.01
+    assert ttft_fit.break_even(lengths, values, bent(0), bent) == 0
 
 
 def made_up(kind: str, per_pair: float, overhead: float) -> dict:
