@@ -100,7 +100,7 @@ def test_a_timeline_is_the_request(run) -> None:
         assert starts == sorted(starts) and starts[0] >= 0
         assert sum(timeline.busy(line).values()) <= line["first_token_s"]
     zero = results["timelines"]["hybrid"]["zero/host"]["warm"]
-    assert [x["tokens"] for x in zero["spans"] if x["lane"] == "replay"] == [[16, 32]]
+    assert [x["tokens"] for x in zero["spans"] if x["lane"] == "replay"] == [(16, 32)]
 
 
 def test_a_curve_of_known_parts() -> None:
