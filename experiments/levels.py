@@ -37,13 +37,13 @@ def run_cell(
 ) -> dict[str, object]:
     """One model and prompt length: every level in turns.
 
-    Fields: requests, tokens: seconds by level, a sample a turn: of a request from arrival to its
-    last token, and of one token more after the prompt. first: seconds to the first token.
+    Fields, by level a sample a turn: request_seconds, from arrival to the last token;
+    token_seconds, of one token more after the prompt; first_token_seconds.
     operations: counted, by level: {request, token}. shared: tokens by level. usage.
     """
     overlaps = bench.shared_lengths(prompt, config.overlaps)
     shared = {level(x): n for x, n in overlaps.items() if n}
-    samples: dict[str, dict[str, list[float]]] = {"requests": {}, "first": {}}
+    first: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack, timing.usage() as usage:
         alone = stack.enter_context(bench.served(OFF))
         across = stack.enter_context(bench.served(config.arm))
@@ -52,7 +52,7 @@ def run_cell(
 
         def ask(served: Served, name: str, length: int) -> float:
             result = served.ask(prompt, length, config.answer)
-            samples["first"].setdefault(name, []).append(result.first_token_s)
+            first.setdefault(name, []).append(result.first_token_s)
             return result.total_s
 
         blocks = {
@@ -73,9 +73,9 @@ def run_cell(
         )
     return {
         "prompt": prompt,
-        "requests": {x: found[x] for x in (NONE, REQUEST, *shared)},
-        "tokens": {x: found[f"{x} token"] for x in (NONE, REQUEST)},
-        "first": {name: x[1:] for name, x in samples["first"].items()},  # the first one compiles
+        "request_seconds": {x: found[x] for x in (NONE, REQUEST, *shared)},
+        "token_seconds": {x: found[f"{x} token"] for x in (NONE, REQUEST)},
+        "first_token_seconds": {name: x[1:] for name, x in first.items()},  # the first one compiles
         "shared": shared,
         "operations": operations(config, bench, prompt, shared),
         "usage": usage,

@@ -29,12 +29,12 @@ def exhibit(results: Mapping) -> Exhibit:
 
 
 def _levels(cell: Mapping) -> list[str]:
-    return list(cell["requests"])
+    return list(cell["request_seconds"])
 
 
 def _ratio(cell: Mapping, over: str, under: str) -> tuple[float, float]:
     """A request's seconds, and its operations, at one level over those at another."""
-    seconds, counted = cell["requests"], cell["operations"]
+    seconds, counted = cell["request_seconds"], cell["operations"]
     return (
         median(seconds[over]) / median(seconds[under]),
         counted[over]["request"] / counted[under]["request"],
@@ -58,7 +58,7 @@ def claims(cells: Sequence[Mapping]) -> list[Claim]:
         if last is not first:
             grown = math.log2(last["prompt"] / first["prompt"])
             for name in (NONE, REQUEST):
-                times = [median(x["tokens"][name]) for x in (first, last)]
+                times = [median(x["token_seconds"][name]) for x in (first, last)]
                 counted = [x["operations"][name]["token"] for x in (first, last)]
                 slopes = [math.log2(x[1] / x[0]) / grown for x in (times, counted)]
                 text = f"Growth of a token's seconds, power of the length: {name}, {NAMES[kind]}"
@@ -74,8 +74,8 @@ def _requests(cells: Sequence[Mapping]) -> Table:
     for cell in cells:
         for name in _levels(cell):
             seconds, counted = _ratio(cell, REQUEST, name)
-            time = median(cell["requests"][name])
-            first = cell["first"].get(name)
+            time = median(cell["request_seconds"][name])
+            first = cell["first_token_seconds"].get(name)
             rows.append(
                 [
                     f"{NAMES[cell['kind']]}, {cell['prompt']:,}, {name}",
@@ -106,7 +106,7 @@ def _tokens(cells: Sequence[Mapping]) -> Table:
             rows.append(
                 [
                     f"{NAMES[cell['kind']]}, {cell['prompt']:,}, {name}",
-                    number(1e3 * median(cell["tokens"][name])),
+                    number(1e3 * median(cell["token_seconds"][name])),
                     number(cell["operations"][name]["token"] / 1e6),
                 ]
             )
@@ -124,15 +124,15 @@ def figure(cells: Sequence[Mapping]) -> matplotlib.figure.Figure:
         plain(*row)
         of = sorted((x for x in cells if x["kind"] == kind), key=lambda x: x["prompt"])
         for number_, name in enumerate(names):
-            have = [x for x in of if name in x["requests"]]
+            have = [x for x in of if name in x["request_seconds"]]
             style = dict(
                 marker="o", markersize=3, color=COLOURS[number_ % len(COLOURS)], label=name
             )
             at = [x["prompt"] for x in have]
-            row[0].plot(at, [1e3 * median(x["requests"][name]) for x in have], **style)
+            row[0].plot(at, [1e3 * median(x["request_seconds"][name]) for x in have], **style)
             row[1].plot(at, [x["operations"][name]["request"] / 1e9 for x in have], **style)
             if name in (NONE, REQUEST):
-                row[2].plot(at, [1e3 * median(x["tokens"][name]) for x in have], **style)
+                row[2].plot(at, [1e3 * median(x["token_seconds"][name]) for x in have], **style)
                 row[3].plot(at, [x["operations"][name]["token"] / 1e9 for x in have], **style)
         titles = ("a request, ms", "a request, 10^9 operations", "a token, ms",
                   "a token, 10^9 operations")  # fmt: skip

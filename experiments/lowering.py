@@ -134,7 +134,10 @@ def draw_memory(buffers: Sequence[Buffer]) -> matplotlib.figure.Figure:
     for y, buffer in enumerate(buffers):
         axis.barh(y, buffer.nbytes, color=COLOURS[spaces.index(buffer.space)])
         shape = "x".join(map(str, buffer.shape)) or "scalar"
-        axis.text(buffer.nbytes, y, f" {buffer.space}, {buffer.use}: {buffer.dtype} {shape}",
+        place = "the device's, as it is" if buffer.space == "any" else (
+            f"{buffer.space}, {buffer.use}"
+        )  # fmt: skip
+        axis.text(buffer.nbytes, y, f" {place}: {buffer.dtype} {shape}",
                   va="center", fontsize=7)  # fmt: skip
     axis.set_xscale("log")
     axis.set_xlim(1, 1e3 * max(x.nbytes for x in buffers))

@@ -16,21 +16,21 @@ OF_STORE = ("lookup", "restore", "publish")
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """A call. start, stop: seconds since arrival. tokens: [first, last) that a model call ran."""
+    """A call. start_seconds, stop_seconds: since arrival. tokens: [first, last) of a model call."""
 
     lane: str
-    start: float
-    stop: float
+    start_seconds: float
+    stop_seconds: float
     tokens: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """spans: in order. first_token_s: since arrival. resumed: tokens of the prompt's `length`."""
+    """spans: in order. first_token_seconds: since arrival. resumed: of the prompt's `length`."""
 
     length: int
     resumed: int
-    first_token_s: float
+    first_token_seconds: float
     spans: tuple[Span, ...]
 
 
@@ -91,10 +91,10 @@ def draw(timelines: Mapping[str, Mapping]) -> matplotlib.figure.Figure:
     for axis, (name, line) in zip(axes, timelines.items(), strict=True):
         for span in line["spans"]:
             lane = LANES.index(span["lane"])
-            width = 1e3 * (span["stop"] - span["start"])
-            axis.barh(lane, width, left=1e3 * span["start"], height=0.8, color=COLOURS[lane],
+            start, stop = (1e3 * span[f"{x}_seconds"] for x in ("start", "stop"))
+            axis.barh(lane, stop - start, left=start, height=0.8, color=COLOURS[lane],
                       edgecolor="white", linewidth=0.4)  # fmt: skip
-        axis.axvline(1e3 * line["first_token_s"], color="black", linewidth=1)
+        axis.axvline(1e3 * line["first_token_seconds"], color="black", linewidth=1)
         axis.set_yticks(range(len(LANES)), LANES, fontsize=7)
         axis.set_ylim(len(LANES) - 0.4, -0.6)
         share = f"{line['resumed']:,} of {line['length']:,} tokens resumed"
@@ -107,6 +107,6 @@ def busy(line: Mapping) -> dict[str, float]:
     """Seconds by lane before the first token."""
     found = dict.fromkeys(LANES, 0.0)
     for span in line["spans"]:
-        stop = min(span["stop"], line["first_token_s"])
-        found[span["lane"]] += max(0.0, stop - span["start"])
+        stop = min(span["stop_seconds"], line["first_token_seconds"])
+        found[span["lane"]] += max(0.0, stop - span["start_seconds"])
     return found

@@ -37,10 +37,10 @@ def run_cell(
 ) -> dict[str, object]:
     """One model and prompt length: every arm and hit in turns.
 
-    Fields: off: seconds to the first token, a sample a turn, without a store. arms: by arm a list
+    Fields: off_seconds: to the first token, a sample a turn, without a store. arms: by arm a list
     over hits of {hit: as asked, shared: tokens, resumed, replayed, computed: tokens, bytes: read
-    from the tier, routes, samples: seconds}. operations: by hit, counted, of what is computed.
-    usage: wall seconds, cores that others used.
+    from the tier, routes, seconds: a sample a turn}. operations: by hit, counted, of what is
+    computed. usage: wall seconds, cores that others used.
     """
     lengths = bench.shared_lengths(prompt, config.hits)
     distinct = sorted(set(lengths.values()))
@@ -80,7 +80,7 @@ def run_cell(
                     "computed": result.computed_length,
                     "bytes": bench.bytes_of(resumed, Arm.of(arm).policy),
                     "routes": dict(result.routes),
-                    "samples": samples[arm, shared],
+                    "seconds": samples[arm, shared],
                 }
             )
     operations = {
@@ -89,7 +89,7 @@ def run_cell(
     }
     return {
         "prompt": prompt,
-        "off": samples[OFF, 0],
+        "off_seconds": samples[OFF, 0],
         "arms": arms,
         "operations": operations,
         "usage": usage,

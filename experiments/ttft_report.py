@@ -49,7 +49,7 @@ def exhibit(results: Mapping) -> Exhibit:
 
 def _points(cell: Mapping, arm: str) -> list[tuple[int, float, Mapping]]:
     """(shared tokens, median seconds, the row), each length once, ascending."""
-    found = {x["shared"]: (x["shared"], median(x["samples"]), x) for x in cell["arms"][arm]}
+    found = {x["shared"]: (x["shared"], median(x["seconds"]), x) for x in cell["arms"][arm]}
     return [found[x] for x in sorted(found)]
 
 
@@ -73,7 +73,7 @@ def _counted_bend(cell: Mapping) -> float | None:
 
 def _break_even(cell: Mapping, arm: str) -> float | None:
     lengths, values = _warm(cell, arm)
-    return ttft_fit.break_even(lengths, values, median(cell["off"]), _fit(cell, arm))
+    return ttft_fit.break_even(lengths, values, median(cell["off_seconds"]), _fit(cell, arm))
 
 
 def claims(cells: Sequence[Mapping]) -> list[Claim]:
@@ -82,7 +82,7 @@ def claims(cells: Sequence[Mapping]) -> list[Claim]:
     longest = {x["kind"]: x for x in sorted(cells, key=lambda x: x["prompt"])}
     for kind, cell in longest.items():
         where = f"{NAMES[kind]}, {cell['prompt']:,} tokens"
-        cold = median(cell["off"])
+        cold = median(cell["off_seconds"])
         for arm in cell["arms"]:
             rise = ttft_fit.largest_rise([y for _, y, _ in _points(cell, arm)])
             found.append(
@@ -143,9 +143,9 @@ def _times(cells: Sequence[Mapping], hits: Sequence[float]) -> Table:
     for cell in cells:
         for arm, of in cell["arms"].items():
             by_hit = {x["hit"]: x for x in of}
-            values = [number(1e3 * median(by_hit[hit]["samples"])) for hit in hits]
+            values = [number(1e3 * median(by_hit[hit]["seconds"])) for hit in hits]
             name = f"{NAMES[cell['kind']]}, {arm}, {cell['prompt']:,}"
-            rows.append([name, number(1e3 * median(cell["off"])), *values])
+            rows.append([name, number(1e3 * median(cell["off_seconds"])), *values])
     busy = [x for x in cells if (x["usage"]["other_cores"] or 0) > BUSY]
     note = "Hits are rounded down to a resumable length. off: without a store."
     if busy:
@@ -158,7 +158,7 @@ def _times(cells: Sequence[Mapping], hits: Sequence[float]) -> Table:
 def _pays(cells: Sequence[Mapping]) -> Table:
     rows = []
     for cell in cells:
-        cold, counted = median(cell["off"]), _counted_bend(cell)
+        cold, counted = median(cell["off_seconds"]), _counted_bend(cell)
         for arm in cell["arms"]:
             points = _points(cell, arm)
             made, even = _fit(cell, arm), _break_even(cell, arm)
@@ -196,8 +196,8 @@ def _parts(timelines: Mapping[str, Mapping]) -> Table:
         for arm, ways in arms.items():
             for way, line in ways.items():
                 spent = timeline.busy(line)
-                rest = line["first_token_s"] - sum(spent.values())
-                values = [*spent.values(), rest, line["first_token_s"]]
+                rest = line["first_token_seconds"] - sum(spent.values())
+                values = [*spent.values(), rest, line["first_token_seconds"]]
                 rows.append(
                     [f"{NAMES[kind]}, {arm}, {way}", f"{line['resumed']:,}",
                      *(f"{1e3 * x:.2f}" for x in values)]
@@ -223,13 +223,13 @@ def curves(cells: Sequence[Mapping]) -> matplotlib.figure.Figure:
             points = _points(cell, arm)
             at = [100 * x / cell["prompt"] for x, _, _ in points]
             middle = [1e3 * y for _, y, _ in points]
-            bars = [[1e3 * q for q in ttft_fit.quartiles(r["samples"])] for _, _, r in points]
+            bars = [[1e3 * q for q in ttft_fit.quartiles(r["seconds"])] for _, _, r in points]
             below = [max(0.0, m - low) for m, (low, _) in zip(middle, bars, strict=True)]
             above = [max(0.0, high - m) for m, (_, high) in zip(middle, bars, strict=True)]
             colour = COLOURS[arms.index(arm) % len(COLOURS)]
             axis.errorbar(at, middle, yerr=[below, above], marker="o", markersize=3, capsize=2,
                           linewidth=1, color=colour, label=arm)  # fmt: skip
-        axis.axhline(1e3 * median(cell["off"]), color="black", linestyle=":", linewidth=1,
+        axis.axhline(1e3 * median(cell["off_seconds"]), color="black", linestyle=":", linewidth=1,
                      label="off")  # fmt: skip
         axis.set_title(f"{NAMES[cell['kind']]}, {cell['prompt']:,} tokens", fontsize=8)
         axis.set_ylim(bottom=0)
@@ -257,7 +257,10 @@ def surface(cells: Sequence[Mapping]) -> matplotlib.figure.Figure:
         of = sorted((x for x in cells if x["kind"] == kind), key=lambda x: x["prompt"])
         hits = [x["hit"] for x in of[0]["arms"][arm]]
         ratio = np.array(
-            [[median(x["samples"]) / median(cell["off"]) for x in cell["arms"][arm]] for cell in of]
+            [
+                [median(x["seconds"]) / median(cell["off_seconds"]) for x in cell["arms"][arm]]
+                for cell in of
+            ]
         )
         image = axis.imshow(np.log2(ratio), norm=norm, cmap="PuOr_r", aspect="auto",
                             origin="lower")  # fmt: skip

@@ -33,11 +33,11 @@ def test_every_level_is_run(run) -> None:
     for cell in results["cells"].values():
         half, most = (int(x * cell["prompt"]) // 16 * 16 for x in (0.5, 0.9))
         assert cell["shared"] == {"across 0.5": half, "across 0.9": most}
-        assert list(cell["requests"]) == ["none", "request", "across 0.5", "across 0.9"]
-        for samples in (*cell["requests"].values(), *cell["tokens"].values()):
+        assert list(cell["request_seconds"]) == ["none", "request", "across 0.5", "across 0.9"]
+        for samples in (*cell["request_seconds"].values(), *cell["token_seconds"].values()):
             assert len(samples) == 2 and min(samples) > 0
-        for name, first in cell["first"].items():
-            pairs = zip(first, cell["requests"][name], strict=True)
+        for name, first in cell["first_token_seconds"].items():
+            pairs = zip(first, cell["request_seconds"][name], strict=True)
             assert all(0 < a <= b for a, b in pairs)
     place = pathlib.Path(made.workdir)
     assert json.loads((place / "results.json").read_text()) == json.loads(json.dumps(results))
@@ -79,12 +79,12 @@ def test_claims_compare_seconds_with_operations(run) -> None:
     cells = json.loads(json.dumps(list(results["cells"].values())))
     for cell in cells:  # seconds that follow the operations exactly
         for name, of in cell["operations"].items():
-            cell["requests"][name] = [1e-9 * of["request"]]
-            if name in cell["tokens"]:
-                cell["tokens"][name] = [1e-9 * of["token"]]
+            cell["request_seconds"][name] = [1e-9 * of["request"]]
+            if name in cell["token_seconds"]:
+                cell["token_seconds"][name] = [1e-9 * of["token"]]
     assert {x.verdict for x in levels_report.claims(cells)} == {"reproduced"}
     for cell in cells:
-        cell["requests"]["across 0.9"] = [2 * cell["requests"]["request"][0]]
+        cell["request_seconds"]["across 0.9"] = [2 * cell["request_seconds"]["request"][0]]
     wrong = [x for x in levels_report.claims(cells) if x.verdict != "reproduced"]
     assert {x.verdict for x in wrong} == {"not reproduced"} and len(wrong) == 2
 

@@ -35,7 +35,7 @@ def test_what_is_served(run) -> None:
     for arm, rows in cell["arms"].items():
         # 0, 21, 42 and 66 of 70 tokens, down to multiples of 16.
         assert [x["shared"] for x in rows] == [0, 16, 32, 64]
-        assert all(len(x["samples"]) == 2 for x in rows) and len(cell["off"]) == 2
+        assert all(len(x["seconds"]) == 2 for x in rows) and len(cell["off_seconds"]) == 2
         for x in rows:
             assert x["resumed"] + x["computed"] == 70
             if arm != "zero/host":
@@ -96,9 +96,9 @@ def test_a_timeline_is_the_request(run) -> None:
         assert tokens == list(range(line["resumed"], 70))
         lanes = [x["lane"] for x in line["spans"]]
         assert lanes[0] == "lookup" and lanes.count("restore") == 1 and "publish" in lanes
-        starts = [x["start"] for x in line["spans"]]
+        starts = [x["start_seconds"] for x in line["spans"]]
         assert starts == sorted(starts) and starts[0] >= 0
-        assert sum(timeline.busy(line).values()) <= line["first_token_s"]
+        assert sum(timeline.busy(line).values()) <= line["first_token_seconds"]
     zero = results["timelines"]["hybrid"]["zero/host"]["warm"]
     assert [x["tokens"] for x in zero["spans"] if x["lane"] == "replay"] == [(16, 32)]
 
@@ -149,11 +149,11 @@ def made_up(kind: str, per_pair: float, overhead: float) -> dict:
     rows = [
         {"hit": h, "shared": int(h * n), "resumed": int(h * n), "replayed": 0, "computed": 1,
          "bytes": int(h * n) * 100, "routes": {},
-         "samples": [curve(h * n) + overhead * (h > 0)] * 3}
+         "seconds": [curve(h * n) + overhead * (h > 0)] * 3}
         for h in hits
     ]  # fmt: skip
     operations = {str(h): curve(h * n) - 0.001 for h in hits}
-    return {"kind": kind, "prompt": n, "off": [curve(0)] * 3, "arms": {"full/host": rows},
+    return {"kind": kind, "prompt": n, "off_seconds": [curve(0)] * 3, "arms": {"full/host": rows},
             "operations": operations, "usage": {"other_cores": 0.0}}  # fmt: skip
 
 
