@@ -61,8 +61,10 @@ report: $(call ready,base) ## every ablation that needs no training, in minutes;
 	$(PY) -m experiments.admission --config.workdir=runs/report/admission
 	$(PY) -m experiments.routing --config.workdir=runs/report/routing
 	$(PY) -m experiments.advise --config.workdir=runs/report/advise
+	$(PY) -m experiments.ttft --config=configs/ttft.py:quick --config.workdir=runs/report/ttft
+	$(PY) -m experiments.levels --config=configs/levels.py:quick --config.workdir=runs/report/levels
 	$(PY) -m experiments.report --out runs/report --title "Without training" \
-	  $(addprefix runs/report/,tables $(REPLAYS) admission routing advise) $(ARGS)
+	  $(addprefix runs/report/,tables $(REPLAYS) admission routing advise ttft levels) $(ARGS)
 
 format: $(call ready,test) ## format, fix what lint can fix, and rewrite BUILD from the imports
 	$(PY) -m ruff check --fix-only .

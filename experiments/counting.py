@@ -1,16 +1,14 @@
-"""Bytes of cache pytrees and operations of a decode step, by shapes: nothing is allocated."""
+"""Bytes of cache pytrees, and operations of a decode step or a prompt, by shapes alone."""
 
 import dataclasses
 import math
 
 import jax
+import numpy as np
 
+from experiments import counting_rows
 from hetero_kv import state
-from hetero_kv.attention.grouped_heads import GroupedHeads
-from hetero_kv.attention.latent_heads import LatentHeads
-from hetero_kv.attention.mla import Mla
-from hetero_kv.contract import CacheSpec, History, Window
-from hetero_kv.params import ParamSpec, ParamTree
+from hetero_kv.contract import CacheSpec, Window
 from models.decoder import Decoder
 from models.layers import Layer
 from models.mlp import MoE
@@ -46,8 +44,9 @@ class Convention:
     """How operations are counted: a multiplication and an addition are two.
 
     Counted are products with weights (of experts those that a token picks; no lookups), index
-    scores and attention over the rows that are visible and picked. Norms, gates, softmax and top-k
-    are not. indexer: weight of index scores, since FP4 products cost less than others.
+    scores, attention over the rows that are visible and picked, and what recurrent layers do to
+    their state. Norms, gates, softmax and top-k are not. indexer: weight of index scores, since FP4
+    products cost less than others.
     """
 
     name: str
@@ -61,65 +60,65 @@ HALF_INDEXER = Convention("index scores count half", indexer=0.5)
 def decode_flops(model: Decoder, length: int, convention: Convention = PLAIN) -> dict[str, float]:
     """Operations of the decode step whose token makes it `length` tokens, by part.
 
+    Parts: "weights", "index", "attention", "state" (see `counting_rows.Rows`).
+
     Raises:
         ValueError: nothing is known of the row operations of a mechanism of the model.
     """
-    stack = model.stack
-    found = {"weights": 2.0 * stack.vocab * stack.d_model, "index": 0.0, "attention": 0.0}
-    hyper = stack.groups[0].layers[0].hyper
-    found["weights"] += 2 * _products(hyper.head_params()) if hyper else 0
-    for group in stack.groups:
+    found = _parts(model, np.asarray(length, np.int64), convention)
+    return {name: float(x) for name, x in found.items()}
+
+
+def prefill_flops(
+    model: Decoder, start: int, stop: int, convention: Convention = PLAIN
+) -> dict[str, float]:
+    """Operations of running the tokens [start, stop) of a prompt, by part.
+
+    Those of as many decode steps, but that the head gives logits of the last token alone.
+
+    Raises:
+        ValueError: there is no such range, or nothing is known of a mechanism.
+    """
+    if not 0 <= start <= stop:
+        raise ValueError(f"need 0 <= start <= stop, got {start=}, {stop=}")
+    count = stop - start
+    lengths = np.arange(start + 1, stop + 1, dtype=np.int64)
+    found = _parts(model, lengths, convention)
+    total = {name: float(np.sum(np.broadcast_to(x, count))) for name, x in found.items()}
+    total["weights"] -= max(0, count - 1) * _head(model)
+    return total
+
+
+def _parts(
+    model: Decoder, length: np.ndarray, convention: Convention
+) -> dict[str, float | np.ndarray]:
+    """By part, for each of i64[...] lengths."""
+    found = {"weights": _head(model), "index": 0.0, "attention": 0.0, "state": 0.0}
+    for group in model.stack.groups:
         for layer in group.layers:
+            of = counting_rows.rows(layer.attention, length, layer.d_model)
             found["weights"] += group.repeats * 2 * _used_weights(layer)
-            index, attention = _rows(layer.attention, length)
-            found["index"] += group.repeats * convention.indexer * index
-            found["attention"] += group.repeats * attention
+            found["index"] += group.repeats * convention.indexer * of.index
+            found["attention"] += group.repeats * of.attention
+            found["state"] += group.repeats * of.state
     return found
 
 
-def _products(tree: ParamTree) -> float:
-    """Elements of the float weights of two axes and more, biases aside."""
-    total = 0.0
-    for name, x in tree.items():
-        if not isinstance(x, ParamSpec):
-            total += _products(x)
-        elif len(x.shape) > 1 and x.dtype != "int32" and "bias" not in name:
-            total += math.prod(x.shape)
-    return total
+def _head(model: Decoder) -> float:
+    """Operations from the last layer's output to logits."""
+    stack, hyper = model.stack, model.stack.groups[0].layers[0].hyper
+    mixing = 2 * counting_rows.products(hyper.head_params()) if hyper else 0
+    return 2.0 * stack.vocab * stack.d_model + mixing
 
 
 def _used_weights(layer: Layer) -> float:
     """Elements of the weights that a token is multiplied with."""
     tree, mlp = dict(layer.params()), layer.mlp
+    tree.pop("attn")
+    attention = counting_rows.weights(layer.attention)
     if not isinstance(mlp, MoE):
-        return _products(tree)
+        return attention + counting_rows.products(tree)
     own = dict(tree.pop("mlp"))
-    picked = _products({name: own.pop(name) for name in ("gate_up", "down")})
-    return _products(tree) + _products(own) + picked * mlp.picks / mlp.experts
-
-
-def _rows(mechanism: object, length: int) -> tuple[float, float]:
-    """Operations on cached rows: index scores, and attention."""
-    index = attention = 0.0
-    each, indexer = _per_row(mechanism), getattr(mechanism, "indexer", None)
-    for name, leaf in mechanism.spec().leaves:
-        contract = leaf.contract
-        if isinstance(contract, Window):
-            attention += each * min(length, contract.width)
-        elif isinstance(contract, History) and name == "index_keys":
-            width = leaf.packing.width if leaf.packing else math.prod(leaf.width)
-            index += 2 * indexer.heads * width * contract.count(length)
-        elif isinstance(contract, History):
-            rows = contract.count(length)
-            attention += each * (min(rows, indexer.topk) if indexer else rows)
-    return index, attention
-
-
-def _per_row(mechanism: object) -> float:
-    """Operations of attention for a row: scores and weighted sum, every head."""
-    if isinstance(mechanism, Mla):  # absorbed: a row is key and value of all heads
-        return 4.0 * mechanism.heads * (mechanism.latent + mechanism.rope.dim)
-    heads = getattr(mechanism, "heads", None)
-    if isinstance(heads, LatentHeads | GroupedHeads):
-        return 4.0 * heads.heads * heads.dim
-    raise ValueError(f"operations of {type(mechanism).__name__} are not known; add them here")
+    picked = counting_rows.products({name: own.pop(name) for name in ("gate_up", "down")})
+    rest = counting_rows.products(tree) + counting_rows.products(own)
+    return attention + rest + picked * mlp.picks / mlp.experts

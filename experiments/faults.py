@@ -56,7 +56,7 @@ def run(config: FaultsConfig) -> dict:
     """All trials; writes results, report and figure."""
     config.check()
     workdir = pathlib.Path(config.workdir)
-    run_record.write(workdir, config_tools.to_dict(config), seed=config.seed)
+    run_record.write(workdir, config_tools.to_dict(config), seed=config.seed, runner="faults")
     made = benches(config)
     todo = [x for x in made[0].cases(config.extents) if x.kind in config.kinds]
     if config.sample == COVERING:
@@ -87,8 +87,7 @@ def run(config: FaultsConfig) -> dict:
         "trials": rows,
     }
     run_record.write_results(workdir, results)
-    (workdir / "report.md").write_text(faults_report.markdown(results))
-    faults_report.figure(results).savefig(workdir / "faults.png", dpi=120)
+    faults_report.exhibit(results).write(workdir)
     return results
 
 

@@ -6,6 +6,8 @@ import matplotlib.figure
 import rich.console
 import rich.table
 
+from experiments.bench.report import Table
+from experiments.exhibit import Exhibit
 from experiments.faults_config import ALL_OFF, ALL_ON, GUARD
 from hetero_kv.faults import kinds
 from hetero_kv.faults.trial import REFUSED, SILENT, TOLD, UNNOTICED
@@ -172,35 +174,31 @@ def show(results: Mapping, console: rich.console.Console) -> None:
         console.print(f"- {claim}", highlight=False)
 
 
-def markdown(results: Mapping) -> str:
-    """The report: what it shows, the matrix, and which check found what."""
-    lines = ["# Faults and checks", ""]
-    lines += [f"- {claim}" for claim in claims(results)]
-    lines += [
-        "",
-        "Every fault is put into the store, between lookup and restore, into the restored row, or "
-        "into device pages and slots between two calls; then one request is served. Silently "
+def exhibit(results: Mapping) -> Exhibit:
+    """What it shows, the matrix of each place, and which check found what."""
+    intro = "\n".join(f"- {claim}" for claim in claims(results)) + (
+        "\n\nEvery fault is put into the store, between lookup and restore, into the restored row, "
+        "or into device pages and slots between two calls; then one request is served. Silently "
         "wrong: the answer's logits are not bit for bit those of a cold run, and nothing was "
         "reported. Faults that change values before the seal, or in a row that was just restored, "
         "can be found only by computing again: they are served in shadow mode, where the answer "
         "comes from the cold path; without audits they are silently wrong. Recall prompts ask for "
-        "pairs from everywhere in the document; every other one ends between a key and its value.",
-        "",
-        "![silently wrong, per fault and per check switched off](faults.png)",
-    ]
+        "pairs from everywhere in the document; every other one ends between a key and its value."
+    )
+    tables = []
     for place in _places(results):
-        columns, table = _table(results, place)
-        lines += ["", f"## Faults {place}", "", "| fault | " + " | ".join(columns) + " |"]
-        lines.append("|---" * (1 + len(columns)) + "|")
-        lines += [f"| {name} | " + " | ".join(cells) + " |" for name, cells in table]
-    lines += ["", "## Under all checks", "", "| fault | moment | sealed | component | reason |"]
-    lines.append("|---|---|---|---|---|")
+        columns, lines = _table(results, place)
+        rows = [[name, *cells] for name, cells in lines]
+        tables.append(Table(f"Faults {place}", ("fault", *columns), rows))
+    found = []
     for row in results["trials"]:
         if row["column"] == ALL_ON:
             reason = row["reasons"][0] if row["reasons"] else row["status"]
-            about = (row["kind"], row["moment"], row["seal"], row["component"], reason)
-            lines.append("| " + " | ".join(about) + " |")
-    return "\n".join(lines) + "\n"
+            found.append([row["kind"], row["moment"], row["seal"], row["component"], reason])
+    columns = ("fault", "moment", "sealed", "component", "reason")
+    tables.append(Table("Under all checks", columns, found))
+    figures = {"faults": figure(results)}
+    return Exhibit(f"Faults and checks: {results['model']}", intro, (), tables, figures)
 
 
 def figure(results: Mapping) -> matplotlib.figure.Figure:

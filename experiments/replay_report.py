@@ -1,7 +1,8 @@
 """The replay's tables, report and figures."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import matplotlib.axes
 import matplotlib.figure
 
 from experiments.bench.report import Table
@@ -217,8 +218,46 @@ def _crossover(results: Mapping) -> list[Claim]:
     return found
 
 
+def _crossings(results: Mapping) -> list[tuple[str, str, float, float]]:
+    """Where another order comes to hit most: (until there, from there, capacity, hit), as shares.
+
+    By straight lines between capacities, whose axis is logarithmic.
+    """
+    orders = _by_order(results)
+    shares = sorted({x for cells in orders.values() for x in cells})
+    hits = {
+        name: [_share(cells[x], "candidate_blocks", "prompt_blocks") for x in shares]
+        for name, cells in orders.items()
+        if all(x in cells for x in shares)
+    }
+    found = []
+    for i in range(len(shares) - 1):
+        first, then = (
+            (max(hits, key=lambda x: hits[x][i + k]) for k in (0, 1)) if hits else ("", "")
+        )
+        if first == then:
+            continue
+        (a0, a1), (b0, b1) = (hits[x][i : i + 2] for x in (first, then))
+        part = (a0 - b0) / ((a0 - b0) + (b1 - a1))
+        at = shares[i] * (shares[i + 1] / shares[i]) ** part
+        found.append((first, then, at, a0 + part * (a1 - a0)))
+    return found
+
+
+def _mark_crossings(
+    axis: matplotlib.axes.Axes, crossings: Sequence[tuple[str, str, float, float]]
+) -> None:
+    for first, then, share, hit in crossings:
+        axis.axvline(100 * share, color="grey", linestyle=":", linewidth=1)
+        axis.annotate(f"{first} | {then}", (100 * share, 100 * hit), fontsize=7, ha="center",
+                      xytext=(0, 14), textcoords="offset points")  # fmt: skip
+
+
 def figure(results: Mapping) -> matplotlib.figure.Figure:
-    """Block hits by capacity per order, and effective hit against bytes per placement."""
+    """Block hits by capacity per order, and effective hit against bytes per placement.
+
+    Dotted: where another order of eviction comes to hit most.
+    """
     fig = matplotlib.figure.Figure(figsize=(10, 4))
     left, right = fig.subplots(1, 2)
     plain(left, right)
@@ -226,6 +265,7 @@ def figure(results: Mapping) -> matplotlib.figure.Figure:
         shares = sorted(cells)
         hits = [100 * _share(cells[x], "candidate_blocks", "prompt_blocks") for x in shares]
         left.plot([100 * x for x in shares], hits, marker="o", markersize=3, label=order)
+    _mark_crossings(left, _crossings(results))
     if left.lines:
         left.set_xscale("log")
         left.legend(fontsize=7)

@@ -19,6 +19,11 @@ from experiments.exhibit import Claim, Exhibit, claims_table
 _FLAGS = flags.FLAGS
 
 
+def is_sweep(place: pathlib.Path) -> bool:
+    """Whether the directory is that of a sweep."""
+    return (place / "sweep.json").is_file()
+
+
 def exhibit_of(run: str, metrics: Sequence[str] = ()) -> Exhibit:
     """What a run has to show.
 
@@ -26,7 +31,7 @@ def exhibit_of(run: str, metrics: Sequence[str] = ()) -> Exhibit:
         ValueError: the directory holds no run that can be shown; it says what is missing.
     """
     place = pathlib.Path(run)
-    if (place / "sweep.json").is_file():
+    if is_sweep(place):
         return sweep_report.exhibit(place, metrics)
     record, results = (run_record.read_json(place / x) for x in ("run.json", "results.json"))
     if record is None or results is None:
@@ -46,10 +51,11 @@ def join(
     """Writes the report; returns all claims.
 
     Raises:
-        ValueError: there is no run, or one cannot be shown.
+        ValueError: there is no run, one cannot be shown, or no sweep has a metric.
     """
     if not runs:
         raise ValueError("give the directories of one run or more")
+    sweep_report.check(metrics, [x for x in map(pathlib.Path, runs) if is_sweep(x)])
     place = pathlib.Path(out)
     place.mkdir(parents=True, exist_ok=True)
     exhibits = [exhibit_of(run, metrics) for run in runs]

@@ -35,8 +35,10 @@ def run(
     """Runs what is missing and writes the tidy file; returns what failed, and why, by digest.
 
     Raises:
-        ValueError: the grid or a field makes no sense, or a cell has no results.
+        ValueError: there is no such runner or file, the grid or a field makes no sense, or a cell
+            has no results.
     """
+    sweep_plan.check_runner(runner)
     cells = sweep_plan.cells(runner, config_file, fixed, grids, mode, seeds, seed_field)
     with sweep_jobs.Place(out) as place:
         failed = sweep_jobs.run_all(place, runner, config_file, cells, jobs, retries)

@@ -1,7 +1,11 @@
 """The cells of a sweep: from grids to configurations, each named by its digest."""
 
 import dataclasses
+import difflib
+import importlib.util
 import itertools
+import pathlib
+import pkgutil
 from collections.abc import Mapping, Sequence
 
 from experiments import cli, config_tools, run_record
@@ -16,6 +20,26 @@ class Cell:
     changes: Mapping[str, object]
     seed: int
     digest: str
+
+
+def check_runner(runner: str) -> None:
+    """Raises ValueError where there is no such module to run; it names near ones."""
+    parent = runner.rpartition(".")[0]
+    try:
+        found = importlib.util.find_spec(runner)
+        if found is not None and found.submodule_search_locations is not None:
+            found = importlib.util.find_spec(f"{runner}.__main__")
+    except (ModuleNotFoundError, ValueError):  # of a parent that is none, of no name at all
+        found = None
+    if found is not None:
+        return
+    places = getattr(importlib.util.find_spec("experiments"), "submodule_search_locations", [])
+    names = [f"experiments.{x.name}" for x in pkgutil.iter_modules(places)]
+    near = difflib.get_close_matches(runner if parent else f"experiments.{runner}", names)
+    hint = (
+        f"did you mean {' or '.join(near)}?" if near else "it is a name such as experiments.train"
+    )
+    raise ValueError(f"runner={runner!r}: there is no such module to run; {hint}")
 
 
 def axis(text: str) -> tuple[str, list[object]]:
@@ -91,6 +115,8 @@ def cells(
     """
     if seeds < 1:
         raise ValueError(f"seeds={seeds} must be at least 1")
+    if not pathlib.Path(config_file.split(":", 1)[0]).is_file():
+        raise ValueError(f"config={config_file}: no such file")
     common = combine([" ".join(fixed)] if fixed else [], "list")[0]
     found: dict[str, Cell] = {}
     for changes in combine(grids, mode):

@@ -16,20 +16,36 @@ from experiments.exhibit import COLOURS, Exhibit, plain
 Cell = tuple[str, ...]  # values of the varied paths
 
 
-def exhibit(place: pathlib.Path, metrics: Sequence[str] = ()) -> Exhibit:
-    """Tables of all numeric metrics, figures of `metrics`.
+LISTED = 40  # metrics that an error names
 
-    Raises:
-        ValueError: the sweep has no such metric.
-    """
+
+def metrics_of(place: pathlib.Path) -> list[str]:
+    """Names of the sweep's numeric metrics, in the order of its results."""
+    return list(_by_metric(sweep_results.read(place / "results.csv"), ()))
+
+
+def check(metrics: Sequence[str], places: Sequence[pathlib.Path]) -> None:
+    """Raises ValueError where no sweep of `places` has a metric; it names those that there are."""
+    if metrics and not places:
+        raise ValueError(f"metrics {list(metrics)} are those of a sweep, and no run is one")
+    known = list(dict.fromkeys(x for place in places for x in metrics_of(place)))
+    for metric in metrics:
+        if metric not in known:
+            near = difflib.get_close_matches(metric, known, n=5, cutoff=0.5)
+            hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+            more = f", and {len(known) - LISTED} more" if len(known) > LISTED else ""
+            raise ValueError(
+                f"{', '.join(map(str, places))}: no metric {metric!r}; {hint}There are: "
+                f"{'; '.join(known[:LISTED])}{more} (column `metric` of results.csv)"
+            )
+
+
+def exhibit(place: pathlib.Path, metrics: Sequence[str] = ()) -> Exhibit:
+    """Tables of all numeric metrics, figures of those of `metrics` that the sweep has."""
     asked = run_record.read_json(place / "sweep.json")
     lines = sweep_results.read(place / "results.csv")
     paths = _varied(asked)
     found = _by_metric(lines, paths)
-    for metric in metrics:
-        if metric not in found:
-            near = difflib.get_close_matches(metric, found, n=5, cutoff=0.3)
-            raise ValueError(f"{place}: no metric {metric!r}; there are {', '.join(near or found)}")
     rows = [
         [f"{name}: {_label(paths, cell)}", *_spread(values)]
         for name, cells in found.items()
@@ -42,7 +58,8 @@ def exhibit(place: pathlib.Path, metrics: Sequence[str] = ()) -> Exhibit:
     )
     intro = f"{asked['cells']} cells, {len(asked['failed'])} failed."
     intro += "".join(f"\n- {digest}: {why}" for digest, why in asked["failed"].items())
-    figures = {f"sweep-{_stem(x)}": _figure(x, found[x], paths) for x in metrics}
+    drawn = [x for x in metrics if x in found]
+    figures = {f"sweep-{_stem(x)}": _figure(x, found[x], paths) for x in drawn}
     return Exhibit(title, intro, (), [table], figures)
 
 

@@ -37,6 +37,7 @@ class TablesConfig:
     longest: int = 65_536
     concurrent: int = 20
     hit: float = 0.374
+    anatomy_length: int = 61  # tokens of the small model whose cache is drawn
     prices: tuple[Price, ...] = (
         Price("V4-Flash", 0.14, 0.0028, "April 2026, secondary page"),
         Price("V4-Pro, for a time", 0.435, 0.003625, "April 2026, secondary page"),
@@ -60,6 +61,7 @@ class TablesConfig:
                 self.block,
                 self.requests,
                 self.concurrent,
+                self.anatomy_length,
                 *self.contexts,
             )
             < 1

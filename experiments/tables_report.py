@@ -4,6 +4,8 @@ from collections.abc import Mapping
 
 import matplotlib.figure
 
+import models
+from experiments import anatomy
 from experiments.bench.report import Table
 from experiments.exhibit import COLOURS, Claim, Exhibit, plain
 
@@ -23,11 +25,16 @@ def exhibit(results: Mapping) -> Exhibit:
         "Counted tables",
         "Bytes are those of cache pytrees (`state.abstract`) of the models' own configurations; "
         "packed rows (`cache_layouts`) have the sizes of serving kernels. Raw rows of "
-        "compressors (tails) and position counters, which published sizes leave out, are included.",
+        "compressors (tails) and position counters, which published sizes leave out, are included. "
+        "The last figure is the cache of a small model.",
         _claims(results),
         [_sizes(results), _operations(results), _mixes(results), _allocator(results),
          _prices(results)],
-        {"kv_by_length": _curve(results), "cache_parts": _parts(results)},
+        {
+            "kv_by_length": _curve(results),
+            "cache_parts": _parts(results),
+            "cache_anatomy": _anatomy(results["config"]["anatomy_length"]),
+        },
     )  # fmt: skip
 
 
@@ -115,14 +122,15 @@ def _sizes(results: Mapping) -> Table:
 
 
 def _operations(results: Mapping) -> Table:
-    rows = []
+    rows, counted = [], [x for of in results["operations"].values() for x in of.values()]
+    kinds = [x for x in counted[0] if any(parts[x] for parts in counted)]
     for convention, of in results["operations"].items():
         for name, parts in of.items():
             ratio = _total(results, convention, "v3_2") / sum(parts.values())
-            cells = [f"{x / 1e12:.4f}" for x in parts.values()]
+            cells = [f"{parts[x] / 1e12:.4f}" for x in kinds]
             rows.append([f"{NAMES[name]}, {convention}", *cells,
                          f"{sum(parts.values()) / 1e12:.4f}", f"{ratio:.2f}"])  # fmt: skip
-    columns = ("model, convention", "weights", "index", "attention", "all", "V3.2 over it")
+    columns = ("model, convention", *kinds, "all", "V3.2 over it")
     note = (
         "10^12 operations of one decode step: products with weights (experts that are picked; no "
         "lookup), index scores, attention over visible and picked rows; a multiply-add is two. "
@@ -170,6 +178,11 @@ def _prices(results: Mapping) -> Table:
     )
     columns = ("prices", "miss over hit", "saved", "break-even", "as of")
     return Table("Price of a cached token", columns, rows, note)
+
+
+def _anatomy(length: int) -> matplotlib.figure.Figure:
+    spec = models.build(anatomy.example()).cache_spec
+    return anatomy.draw(anatomy.rows_of(spec, length), length)
 
 
 def _curve(results: Mapping) -> matplotlib.figure.Figure:

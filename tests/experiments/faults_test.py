@@ -8,6 +8,7 @@ import pytest
 
 from experiments import checkpoint, config_tools, faults, faults_benches, faults_report
 from experiments.faults_config import ALL_OFF, ALL_ON, GUARD, FaultsConfig
+from experiments.report import exhibit_of
 from hetero_kv.faults import kinds
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -62,6 +63,9 @@ def test_files_and_claims(tmp_path: pathlib.Path) -> None:
     report = (place / "report.md").read_text()
     assert "no evidence: 0 become silently wrong (others find them)." in report
     assert "| zero | host | kept |" in report
+    shown = exhibit_of(str(place))  # as a report joins it
+    assert list(shown.figures) == ["faults"] and len(shown.tables) == 3
+    assert (place / "faults.png").stat().st_size > 5_000
 
 
 def test_in_pages_all_checks_are_on_or_off(tmp_path: pathlib.Path) -> None:

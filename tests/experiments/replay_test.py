@@ -108,6 +108,27 @@ class ReplayTest(parameterized.TestCase):
         config.generator.seed = 1
         self.assertGreater(replay.run(config)["cells"]["ideal"]["candidate_blocks"], 0)
 
+    def test_where_another_order_hits_most_is_marked(self):
+        def cell(hits: int) -> dict:
+            return {"part": "eviction", "candidate_blocks": hits, "prompt_blocks": 100}
+
+        hits = {"a": (10, 20, 30), "b": (6, 24, 28)}
+        shares = (0.01, 0.04, 0.16)
+        cells = {
+            f"eviction/{order}/{share}": cell(x)
+            for order, of in hits.items()
+            for share, x in zip(shares, of, strict=True)
+        }
+        first, second = replay_report._crossings({"cells": cells})
+        # Four more of a hundred, then four fewer: half-way, on an axis of powers.
+        self.assertEqual(first[:2], ("a", "b"))
+        self.assertAlmostEqual(first[2], 0.02)
+        self.assertAlmostEqual(first[3], 0.15)
+        self.assertEqual(second[:2], ("b", "a"))
+        figure = replay_report.figure({"cells": cells})
+        texts = [x.get_text() for x in figure.axes[0].texts]
+        self.assertEqual(texts, ["a | b", "b | a"])
+
     def test_one_part_of_a_file(self):
         path = f"{self.enterContext(tempfile.TemporaryDirectory())}/trace.jsonl"
         traces.save(traces.generate(traces.GeneratorConfig(requests=40)), path)

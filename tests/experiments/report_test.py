@@ -65,8 +65,13 @@ def test_a_sweep_is_summed_up_over_seeds(tmp_path: pathlib.Path) -> None:
     rows = {row[0]: row[1:] for row in shown.tables[0].rows}
     # loss = (m + seed) / 7.
     assert rows["loss: inner.m = 4"] == ["0.6429", "0.101", "0.5714", "0.7143", "2"]
-    with pytest.raises(ValueError, match="accuracy"):
-        sweep_report.exhibit(tmp_path, ["accuracy"])
+    assert sweep_report.metrics_of(tmp_path) == ["loss", "deep.of.0", "deep.of.1"]
+    out = str(tmp_path / "out")
+    message = r"no metric 'accuracy'; There are: loss; deep\.of\.0; deep\.of\.1 "
+    with pytest.raises(ValueError, match=message):
+        report.join([str(tmp_path)], out, metrics=["loss", "accuracy"])
+    with pytest.raises(ValueError, match="did you mean 'loss'"):
+        report.join([str(tmp_path)], out, metrics=["los"])
 
 
 def test_what_cannot_be_shown(tmp_path: pathlib.Path) -> None:
@@ -74,6 +79,8 @@ def test_what_cannot_be_shown(tmp_path: pathlib.Path) -> None:
         report.join([], str(tmp_path))
     with pytest.raises(ValueError, match="no finished run"):
         report.join([str(tmp_path)], str(tmp_path / "out"))
+    with pytest.raises(ValueError, match="no run is one"):
+        report.join([str(tmp_path)], str(tmp_path / "out"), metrics=["loss"])
     run = run_of(tmp_path / "x", "nothing", {})
     with pytest.raises(ValueError, match="nothing"):
         report.join([run], str(tmp_path / "out"))

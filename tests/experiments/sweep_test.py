@@ -65,6 +65,29 @@ def test_cells_that_make_no_sense(grid: str, seeds: int) -> None:
         cells(grid, seeds=seeds)
 
 
+@pytest.mark.parametrize(
+    "runner, message",
+    [
+        ("experiments.trian", "did you mean experiments.train"),
+        ("tabels", "did you mean experiments.tables"),
+        ("no.such.place", "a name such as experiments.train"),
+        ("experiments", "no such module to run"),  # a package that cannot be run
+        ("", "no such module to run"),
+    ],
+)
+def test_a_runner_that_is_none_is_refused_before_anything_runs(
+    tmp_path: pathlib.Path, runner: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        sweep.run(runner, FILE, ["inner.m=1"], out=str(tmp_path / "s"))
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: pathlib.Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere\.py: no such file"):
+        sweep.run(RUNNER, str(tmp_path / "nowhere.py"), [], out=str(tmp_path / "s"))
+
+
 def test_cores_are_shared_out() -> None:
     have = os.sched_getaffinity(0)
     whole = sweep_jobs.core_sets(1)
