@@ -1,0 +1,121 @@
+"""Models that the rows of an ablation share: each is trained once, named by its configuration.
+
+A model's directory is that of `training.run`: a run that was killed goes on where it was, and a
+finished one is read. `python -m experiments.trained_models DIRECTORY CONFIG.json` trains one.
+"""
+
+import collections
+import copy
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from experiments import (
+    host_memory,
+    progress,
+    run_record,
+    sweep_jobs,
+    tasks,
+    train_config,
+    training,
+)
+
+
+def digest(config: train_config.TrainConfig) -> str:
+    """Names a model: 16 hex digits of everything that decides its parameters."""
+    values = train_config.to_dict(config)
+    for name in train_config.FREE_FIELDS:
+        del values[name]
+    return run_record.digest(values)[:16]
+
+
+class Models:
+    """The models below a directory."""
+
+    def __init__(self, place: str | os.PathLike):
+        self.place = pathlib.Path(place)
+
+    def workdir(self, config: train_config.TrainConfig) -> pathlib.Path:
+        """Where a model is trained."""
+        return self.place / digest(config)
+
+    def get(self, config: train_config.TrainConfig) -> training.TrainResult:
+        """The trained model; it is trained, or its training goes on, where that is not done yet."""
+        config = copy.deepcopy(config)
+        config.workdir, config.keep = str(self.workdir(config)), 1
+        return training.run(config)
+
+    def done(self, config: train_config.TrainConfig) -> bool:
+        """Whether the model is trained."""
+        return (self.workdir(config) / "results.json").is_file()
+
+    def train(self, configs: Sequence[train_config.TrainConfig], jobs: int) -> None:
+        """Trains what is missing: in this process, or in `jobs` pinned to cores of their own.
+
+        Raises:
+            RuntimeError: A process failed; the message ends with what it said last.
+        """
+        todo = {digest(x): x for x in configs if not self.done(x)}
+        with progress.Progress(len(todo), title="models trained") as bar:
+            if jobs == 1:
+                for done, config in enumerate(todo.values(), 1):
+                    self.get(config)
+                    bar.update(done)
+            else:
+                self._train_apart(todo, jobs, bar)
+
+    def _train_apart(
+        self, todo: dict[str, train_config.TrainConfig], jobs: int, bar: progress.Progress
+    ) -> None:
+        self.place.mkdir(parents=True, exist_ok=True)
+        waiting, free = collections.deque(todo), collections.deque(sweep_jobs.core_sets(jobs))
+        running: list[tuple[subprocess.Popen, str, set[int] | None]] = []
+        try:
+            while waiting or running:
+                while waiting and free:
+                    name, cores = waiting.popleft(), free.popleft()
+                    running.append((self._start(name, todo[name], cores), name, cores))
+                ended = [job for job in running if job[0].poll() is not None]
+                for job in ended:
+                    running.remove(job)
+                    process, name, cores = job
+                    if process.returncode:
+                        text = (self.place / f"{name}.txt").read_text(errors="replace").strip()
+                        raise RuntimeError(f"training {name} failed: {text[-sweep_jobs.TAIL :]}")
+                    free.append(cores)
+                    bar.update(len(todo) - len(waiting) - len(running))
+                if not ended:
+                    time.sleep(sweep_jobs.POLL_SECONDS)
+        finally:
+            for process, *_ in running:
+                process.terminate()
+            for process, *_ in running:
+                process.wait()
+
+    def _start(
+        self, name: str, config: train_config.TrainConfig, cores: set[int] | None
+    ) -> subprocess.Popen:
+        wanted = self.place / f"{name}.json"
+        run_record.write_json(wanted, train_config.to_dict(config))
+        command = [sys.executable, "-m", "experiments.trained_models", str(self.place), str(wanted)]
+        with (self.place / f"{name}.txt").open("w") as output:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+        if cores:
+            os.sched_setaffinity(process.pid, cores)
+        return process
+
+
+def corpus_digest(task: tasks.Task) -> str:
+    """Of the text that a task reads, "" where it reads none."""
+    return task.corpus_digest() if hasattr(task, "corpus_digest") else ""
+
+
+if __name__ == "__main__":
+    host_memory.keep_freed_buffers()
+    wanted = train_config.from_dict(run_record.read_json(pathlib.Path(sys.argv[2])))
+    Models(sys.argv[1]).get(wanted)
