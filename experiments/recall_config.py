@@ -21,7 +21,7 @@ class RecallConfig:
     hca_ratio: int = 8  # B1
     state: tuple[int, int] = (16, 16)  # B1: key and value channels of a recurrent head
     ratios: tuple[int, ...] = (2, 4, 8, 16)  # B2: tokens per entry
-    overlap_ratios: tuple[int, ...] = (4,)  # B2: also with overlap
+    overlap_ratios: tuple[int, ...] = (2,)  # B2: also with overlap
     picks: tuple[int, ...] = (1, 2, 4, 8, 16)  # B3: entries picked
     pick_batches: int = 4  # B3, B4: of the held-out set
     warm_dense: int = 400  # B4: steps

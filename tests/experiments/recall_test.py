@@ -44,7 +44,8 @@ def test_every_arm_can_be_built_and_rows_share_models() -> None:
             models.build(arm.model)
     digest = trained_models.digest
     base = digest(rows["B1"][BASE])
-    for name, arm in (("B3", BASE), ("B5", "aligned, overlap"), ("B6", "W = 16")):
+    shared = (("B2", "m = 2, overlap"), ("B3", BASE), ("B5", "aligned, overlap"), ("B6", "W = 16"))
+    for name, arm in shared:
         assert digest(rows[name][arm]) == base
     assert digest(rows["B2"]["m = 2"]) == digest(rows["B5"]["aligned, no overlap"]) != base
     assert rows["B6"]["W = 0"].model.window == 16  # that of the other layer
@@ -52,11 +53,11 @@ def test_every_arm_can_be_built_and_rows_share_models() -> None:
 
 
 def test_claims_of_mixers_and_the_figure_s_bytes() -> None:
-    bytes_of = {arm: recall_arms.cache_bytes(config)
-                for arm, config in recall_arms.rows(config_file.get_config())[0].arms.items()}  # fmt: skip
-    spec = models.build(config_file.get_config().base.model).cache_spec
-    arrays = [x for x in [spec.cache_bytes(1, 128)]]
-    assert arrays[0] <= bytes_of[BASE] <= arrays[0] + 16  # and the counters of lengths
+    config = config_file.get_config()
+    (row,) = (x for x in recall_arms.rows(config) if x.name == "B1")
+    bytes_of = {arm: recall_arms.cache_bytes(training) for arm, training in row.arms.items()}
+    arrays = models.build(config.base.model).cache_spec.cache_bytes(1, config.base.task.length)
+    assert arrays <= bytes_of[BASE] <= arrays + 16  # and the counters of lengths
     assert bytes_of["swa, swa"] < bytes_of[BASE] < bytes_of["full, full"]
     accuracy = {"full, full": 1.0, "swa, full": 0.2, BASE: 0.97, "swa, hca": 0.3,
                 "linear, linear": 0.95, "swa, swa": 0.05}  # fmt: skip
