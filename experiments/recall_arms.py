@@ -164,6 +164,7 @@ def _distances(config: RecallConfig) -> Row:
         batch_size=config.base.task.batch_size,
         length=config.base.task.length,
         distances=config.distances,
+        vocab=config.base.task.vocab,
         eval_batches=len(config.distances),
     )
     base = changed(config.base, task=task, steps=config.induction_steps)

@@ -20,16 +20,16 @@ class RecallConfig:
     jobs: int = 1  # trainings at a time, each on cores of its own
     hca_ratio: int = 8  # B1
     state: tuple[int, int] = (16, 16)  # B1: key and value channels of a recurrent head
-    ratios: tuple[int, ...] = (2, 4, 8, 16)  # B2: tokens per entry
+    ratios: tuple[int, ...] = (2, 4, 8)  # B2: tokens per entry
     overlap_ratios: tuple[int, ...] = (2,)  # B2: also with overlap
     picks: tuple[int, ...] = (1, 2, 4, 8, 16)  # B3: entries picked
-    pick_batches: int = 4  # B3, B4: of the held-out set
-    warm_dense: int = 400  # B4: steps
-    warm_frozen: int = 100
-    warm_sparse: int = 200
+    pick_batches: int = 8  # B3, B4: of the held-out set
+    warm_dense: int = 250  # B4: steps
+    warm_frozen: int = 50
+    warm_sparse: int = 100
     windows: tuple[int, ...] = (0, 4)  # B6: of the CSA layer, beside base's
-    distances: tuple[int, ...] = (8, 16, 24, 32, 40, 48, 64, 80)  # B7
-    induction_steps: int = 600
+    distances: tuple[int, ...] = (4, 8, 12, 16, 24, 32, 40)  # B7
+    induction_steps: int = 400
     workdir: str = "runs/recall"
 
     def check(self) -> None:

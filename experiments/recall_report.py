@@ -28,8 +28,9 @@ def exhibit(results: Mapping) -> Exhibit:
         f"{task['gap']}, then queries up to token {task['length']}; d = {model['d_model']}, "
         f"{len(model['layer_types'])} layers, windows of {model['window']}, batches of "
         f"{task['batch_size']}, at most {base['steps']:,} steps, stopped at an accuracy of "
-        f"{base['target_accuracy']:g}; {results['config']['seeds']} seeds. Chance: 1/32, and 1/8 "
-        "for a model that knows only which values were there. Published margins are directions, "
+        f"{base['target_accuracy']:g}; {results['config']['seeds']} seeds. Chance: "
+        f"1/{task['vocab'] // 2}, and 1/{task['pairs']} for a model that knows only which values "
+        "were there. Published margins are directions, "
         "not the papers' own numbers."
     )
     return Exhibit(

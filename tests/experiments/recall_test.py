@@ -16,7 +16,7 @@ SEEDS = ("0", "1", "2")
 def made(**metrics: float) -> dict:
     """An arm whose seeds are all the same."""
     common = {"steps": 500, "stopped": "steps", "steps_to_95": None, "parameters": 1000,
-              "chance": 1 / 32}  # fmt: skip
+              "chance": 1 / 16}  # fmt: skip
     return {seed: {**common, **metrics} for seed in SEEDS}
 
 
@@ -44,12 +44,12 @@ def test_every_arm_can_be_built_and_rows_share_models() -> None:
             models.build(arm.model)
     digest = trained_models.digest
     base = digest(rows["B1"][BASE])
-    shared = (("B2", "m = 2, overlap"), ("B3", BASE), ("B5", "aligned, overlap"), ("B6", "W = 16"))
+    shared = (("B2", "m = 2, overlap"), ("B3", BASE), ("B5", "aligned, overlap"), ("B6", "W = 8"))
     for name, arm in shared:
         assert digest(rows[name][arm]) == base
     assert digest(rows["B2"]["m = 2"]) == digest(rows["B5"]["aligned, no overlap"]) != base
-    assert rows["B6"]["W = 0"].model.window == 16  # that of the other layer
-    assert rows["B4"]["warm-up"].steps == 700
+    assert rows["B6"]["W = 0"].model.window == 8  # that of the other layer
+    assert rows["B4"]["warm-up"].steps == 400
 
 
 def test_claims_of_mixers_and_the_figure_s_bytes() -> None:
@@ -69,12 +69,11 @@ def test_claims_of_mixers_and_the_figure_s_bytes() -> None:
 
 def test_claims_of_ratios() -> None:
     rows = {f"m = {m}": made(eval_accuracy=x, cache_bytes=1, facts_per_entry=m / 2)
-            for m, x in ((2, 0.99), (4, 0.45), (8, 0.35), (16, 0.36))}  # fmt: skip
+            for m, x in ((2, 0.99), (4, 0.35), (8, 0.36))}  # fmt: skip
     rows["m = 4, overlap"] = made(eval_accuracy=0.4, cache_bytes=1, facts_per_entry=3.5)
-    # Rise of .01; 4 over 16 by .09; then against 1, .5, .25 and .125.
+    # A rise of .01; 4 is not above 8; then against 1, .5 and .25.
     assert verdicts(B2=rows) == [
-        exhibit.REPRODUCED, exhibit.DIRECTION, exhibit.REPRODUCED, exhibit.REPRODUCED, exhibit.NOT,
-        exhibit.NOT,
+        exhibit.REPRODUCED, exhibit.NOT, exhibit.REPRODUCED, exhibit.NOT, exhibit.NOT,
     ]  # fmt: skip
 
 
@@ -109,14 +108,14 @@ def test_claims_of_warm_up_borders_windows_and_distances() -> None:
     rows = {arm: made(eval_accuracy=x, cache_bytes=1) for arm, x in accuracy.items()}
     assert verdicts(B5=rows) == [exhibit.DIRECTION, exhibit.NOT]
     rows = {f"W = {w}": made(eval_accuracy=x, cache_bytes=1)
-            for w, x in ((0, 0.99), (4, 1.0), (16, 1.0))}  # fmt: skip
+            for w, x in ((0, 0.99), (4, 1.0), (8, 1.0))}  # fmt: skip
     assert verdicts(B6=rows) == [exhibit.REPRODUCED]
 
     def copied(reach: int) -> dict:
         distances = config_file.get_config().distances
         return made(reach=reach, accuracy={str(d): 0.95 if d <= reach else 0.1 for d in distances})
 
-    rows = {"full, full": copied(1_000), "swa, swa": copied(30), "full": copied(1)}
+    rows = {"full, full": copied(1_000), "swa, swa": copied(14), "full": copied(1)}
     assert verdicts(B7=rows) == [exhibit.REPRODUCED] * 3
 
 
