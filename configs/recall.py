@@ -14,5 +14,5 @@ def get_config() -> recall_config.RecallConfig:
     base.model.vocab_size = base.task.vocab_size
     base.model.window, base.model.d_ff = 8, 64  # the gap is longer than the reach of two windows
     base.indexer.dense_steps, base.optimizer.warmup_steps = 150, 50
-    base.steps, base.eval_every = 400, 25
+    base.steps, base.eval_every = 550, 25
     return recall_config.RecallConfig(base=base)
