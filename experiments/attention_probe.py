@@ -28,6 +28,12 @@ def masses(model: Decoder, params: dict, tokens: np.ndarray) -> dict[str, float]
     Raises:
         ValueError: A layer is of another kind than full and local.
     """
+    for group in model.stack.groups:
+        for layer in group.layers:
+            if not isinstance(layer.attention, Full | Local):
+                raise ValueError(
+                    f"layer of kind {layer.attention.kind!r} is neither full nor local"
+                )
     first, sink, largest = [], {"full": [], "local": []}, 0.0
     for layer, shares, lost, x in _layers(model, params, jnp.asarray(tokens)):
         kind = "full" if isinstance(layer.attention, Full) else "local"
@@ -65,8 +71,6 @@ def _attention(
     layer: Layer, weights: dict, x: jax.Array, call: Call
 ) -> tuple[jax.Array, jax.Array]:
     kind = layer.attention
-    if not isinstance(kind, Full | Local):
-        raise ValueError(f"layer of kind {kind.kind!r} is neither full nor local")
     heads, params = kind.heads, weights["attn"]
     normed = rms_norm(x, weights["attn_norm"], layer.eps)
     q, rows = heads.project(params, normed, call.tables[heads.rope])
