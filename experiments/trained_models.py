@@ -1,7 +1,7 @@
 """Models that the rows of an ablation share: each is trained once, named by its configuration.
 
-A model's directory is that of `training.run`: a run that was killed goes on where it was, and a
-finished one is read. `python -m experiments.trained_models DIRECTORY CONFIG.json` trains one.
+A model's directory is that of `training.run`: one that was killed goes on where it was, a finished
+one is read. `python -m experiments.trained_models DIRECTORY CONFIG.json` trains one.
 """
 
 import collections
@@ -13,12 +13,14 @@ import sys
 import time
 from collections.abc import Sequence
 
+import models
 from experiments import (
     host_memory,
+    metrics_writer,
     progress,
     run_record,
     sweep_jobs,
-    tasks,
+    train_checkpoints,
     train_config,
     training,
 )
@@ -29,7 +31,19 @@ def digest(config: train_config.TrainConfig) -> str:
     values = train_config.to_dict(config)
     for name in train_config.FREE_FIELDS:
         del values[name]
+    if hasattr(config.task, "corpus_digest"):  # text differs between interpreters
+        values["corpus"] = config.task.corpus_digest()
     return run_record.digest(values)[:16]
+
+
+def read(config: train_config.TrainConfig) -> training.TrainResult:
+    """The model that `training.run` has left in the configuration's work directory."""
+    place = pathlib.Path(config.workdir)
+    state = training.init_state(config, models.build(config.model))
+    with train_checkpoints.TrainCheckpoints(place / "checkpoints", keep=1) as saved:
+        state, _ = saved.restore(saved.latest_step, state)
+    results = run_record.read_json(place / "results.json")
+    return training.TrainResult(state.params, results, metrics_writer.read(place / "metrics.jsonl"))
 
 
 class Models:
@@ -46,7 +60,7 @@ class Models:
         """The trained model; it is trained, or its training goes on, where that is not done yet."""
         config = copy.deepcopy(config)
         config.workdir, config.keep = str(self.workdir(config)), 1
-        return training.run(config)
+        return read(config) if self.done(config) else training.run(config)
 
     def done(self, config: train_config.TrainConfig) -> bool:
         """Whether the model is trained."""
@@ -59,12 +73,11 @@ class Models:
             RuntimeError: A process failed; the message ends with what it said last.
         """
         todo = {digest(x): x for x in configs if not self.done(x)}
-        with progress.Progress(len(todo), title="models trained") as bar:
-            if jobs == 1:
-                for done, config in enumerate(todo.values(), 1):
-                    self.get(config)
-                    bar.update(done)
-            else:
+        if jobs == 1:
+            for config in todo.values():
+                self.get(config)  # which shows its own progress
+        else:
+            with progress.Progress(len(todo), title="models trained") as bar:
                 self._train_apart(todo, jobs, bar)
 
     def _train_apart(
@@ -108,11 +121,6 @@ class Models:
         if cores:
             os.sched_setaffinity(process.pid, cores)
         return process
-
-
-def corpus_digest(task: tasks.Task) -> str:
-    """Of the text that a task reads, "" where it reads none."""
-    return task.corpus_digest() if hasattr(task, "corpus_digest") else ""
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 
 from experiments import progress, run_record, sweep_results, train_config, training
-from experiments.trained_models import Models, corpus_digest, digest
+from experiments.trained_models import Models, digest
 
 Metrics = Mapping[str, object]  # numbers, nested by name
 Measure = Callable[[train_config.TrainConfig, training.TrainResult], Metrics]
@@ -51,15 +51,12 @@ class Cell:
     @property
     def digest(self) -> str:
         """Names what is measured."""
-        config = self.config
-        return run_record.digest(
-            {
-                "row": self.row.name,
-                "model": digest(config),
-                "corpus": corpus_digest(config.task),
-                "settings": dict(self.row.settings),
-            }
-        )[:16]
+        values = {
+            "row": self.row.name,
+            "model": digest(self.config),
+            "settings": dict(self.row.settings),
+        }
+        return run_record.digest(values)[:16]
 
 
 def run(rows: Sequence[Row], place: str | os.PathLike, seeds: int, jobs: int) -> Results:

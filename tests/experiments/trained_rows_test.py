@@ -49,6 +49,7 @@ def rows(settings=()) -> list[Row]:
 def run(place: pathlib.Path, seeds: int = 2, **changes) -> dict:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training, "run", stand_in)
+        patch.setattr(trained_models, "read", stand_in)
         return trained_rows.run(rows(**changes), place, seeds, jobs=1)
 
 
