@@ -47,7 +47,7 @@ def spread(values: Sequence[float], digits: int = 3) -> str:
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
 
 
-def each(values: Sequence[float], digits: int = 2) -> str:
+def each(values: Sequence[float], digits: int = 3) -> str:
     """Every seed's value, for a claim's note."""
     return "seeds " + ", ".join(f"{x:.{digits}f}" for x in values)
 
