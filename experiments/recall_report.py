@@ -54,7 +54,10 @@ def _trained(name: str, arms: Arms) -> Table:
         columns["facts an entry"] = lambda arm: f"{arms.mean(arm, 'facts_per_entry'):.2f}"
     if "cache_bytes" in first:
         columns["cache bytes"] = lambda arm: f"{arms.mean(arm, 'cache_bytes'):,.0f}"
-    note = "Steps to .95: the first evaluation there, of the seeds that came so far."
+    note = (
+        "Steps to .95: the first evaluation there, of the seeds that came so far. An arm at chance "
+        "cannot learn, or has not begun to; of a fixed state B1 claims something only where it has."
+    )
     return table(TITLES[name], arms, columns, note)
 
 

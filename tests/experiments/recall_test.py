@@ -65,6 +65,8 @@ def test_claims_of_mixers_and_the_figure_s_bytes() -> None:
     assert verdicts(B1=rows) == [
         exhibit.REPRODUCED, exhibit.REPRODUCED, exhibit.REPRODUCED, exhibit.DIRECTION,
     ]  # fmt: skip
+    rows["linear, linear"] = made(eval_accuracy=0.07, cache_bytes=1)  # it has not begun to learn
+    assert verdicts(B1=rows) == [exhibit.REPRODUCED] * 3
 
 
 def test_claims_of_ratios() -> None:
