@@ -55,6 +55,7 @@ def _trained(name: str, arms: Arms) -> Table:
     if "cache_bytes" in first:
         columns["cache bytes"] = lambda arm: f"{arms.mean(arm, 'cache_bytes'):,.0f}"
     note = (
+        "Bytes: of the cache pytree of one sequence, whose pools hold whole tiles of rows. "
         "Steps to .95: the first evaluation there, of the seeds that came so far. An arm at chance "
         "cannot learn, or has not begun to; of a fixed state B1 claims something only where it has."
     )
