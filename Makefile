@@ -19,7 +19,7 @@ SET_parity = -e '.[test,parity]'
 $(shell test -x $(PY) || rm -rf $(VENV)/.ready)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test parity test-full test-latest suite-latest bench report format clean distclean
+.PHONY: help demo test parity test-full test-latest suite-latest bench report report-full format clean distclean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -65,6 +65,12 @@ report: $(call ready,base) ## every ablation that needs no training, in minutes;
 	$(PY) -m experiments.levels --config=configs/levels.py:quick --config.workdir=runs/report/levels
 	$(PY) -m experiments.report --out runs/report --title "Without training" \
 	  $(addprefix runs/report/,tables $(REPLAYS) admission routing advise ttft levels) $(ARGS)
+
+report-full: $(call ready,base) ## every ablation that is trained (under 2 hours on 2 cores; goes on where it was killed); writes runs/report-full
+	$(PY) -m experiments.recall --config.jobs=2 --config.workdir=runs/report-full/recall
+	$(PY) -m experiments.lm --config.jobs=2 --config.workdir=runs/report-full/lm
+	$(PY) -m experiments.report --out runs/report-full --title "Trained" \
+	  $(addprefix runs/report-full/,recall lm) $(ARGS)
 
 format: $(call ready,test) ## format, fix what lint can fix, and rewrite BUILD from the imports
 	$(PY) -m ruff check --fix-only .

@@ -75,7 +75,7 @@ class Compressed:
         mask = index < self.entries.visible(call.positions)[..., None]
         scores = chosen = None
         if self.indexer and index.size:
-            scores = self._index_scores(params["indexer"], x, heads, call)
+            scores = self.index_scores(params["indexer"], x, heads, call)
             if train.select == "topk":
                 chosen = self.indexer.picks(scores, mask)
                 mask = selection.chosen(chosen.order, index, chosen.low, chosen.cut)
@@ -102,7 +102,7 @@ class Compressed:
             return y, {}
         return y, teach(scores, state, heads.q, entries, mask, self.heads.scale)
 
-    def _index_scores(self, params: Params, x: jax.Array, heads: Heads, call: Call) -> jax.Array:
+    def index_scores(self, params: Params, x: jax.Array, heads: Heads, call: Call) -> jax.Array:
         """f32[B, T, N]; inputs are detached, so only the indexer's weights learn from them."""
         x, latent = jax.lax.stop_gradient((x, heads.latent))
         q, weights = self.indexer.queries(params, x, latent, call.tables[self.rope])

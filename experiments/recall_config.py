@@ -1,0 +1,53 @@
+"""What `recall` trains and measures."""
+
+import dataclasses
+
+from experiments import tasks, train_config
+
+ROWS = ("B1", "B2", "B3", "B4", "B5", "B6", "B7")
+
+
+@dataclasses.dataclass(kw_only=True)
+class RecallConfig:
+    """Rows B1 to B7; every arm is `base` with a few fields changed.
+
+    base: the hybrid of a window layer and a CSA layer on aligned facts.
+    """
+
+    base: train_config.TrainConfig = dataclasses.field(default_factory=train_config.TrainConfig)
+    rows: tuple[str, ...] = ROWS
+    seeds: int = 3
+    jobs: int = 1  # trainings at a time, each on cores of its own
+    hca_ratio: int = 8  # B1
+    state: tuple[int, int] = (16, 16)  # B1: key and value channels of a recurrent head
+    ratios: tuple[int, ...] = (2, 4, 8)  # B2: tokens per entry
+    overlap_ratios: tuple[int, ...] = (2,)  # B2: also with overlap
+    picks: tuple[int, ...] = (1, 2, 4, 8, 16)  # B3: entries picked
+    pick_batches: int = 8  # B3, B4: of the held-out set
+    warm_dense: int = 250  # B4: steps
+    warm_frozen: int = 50
+    warm_sparse: int = 100
+    windows: tuple[int, ...] = (0, 4)  # B6: of the CSA layer, beside base's
+    distances: tuple[int, ...] = (4, 8, 12, 16, 24, 32, 40)  # B7
+    induction_steps: int = 400
+    workdir: str = "runs/recall"
+
+    def check(self) -> None:
+        """Raises ValueError where a field makes no sense."""
+        self.base.check()
+        if not isinstance(self.base.task, tasks.Recall):
+            raise ValueError(f"base.task={self.base.task} is not recall")
+        if unknown := [x for x in self.rows if x not in ROWS]:
+            raise ValueError(f"rows={unknown} are none of {ROWS}")
+        if not self.rows or self.seeds < 1 or self.jobs < 1 or self.pick_batches < 1:
+            raise ValueError("rows, seeds, jobs and pick_batches: at least one of each")
+        if self.base.model.layer_types != ("swa", "csa"):
+            raise ValueError("base.model.layer_types must be swa, csa: arms are changes of it")
+        if min(self.warm_dense, self.warm_frozen, self.warm_sparse) < 1:
+            raise ValueError("warm_dense, warm_frozen and warm_sparse are steps >= 1")
+        if not self.ratios or min(*self.ratios, *self.overlap_ratios, self.hca_ratio) < 1:
+            raise ValueError("ratios, overlap_ratios and hca_ratio are tokens per entry >= 1")
+        if not self.picks or min(self.picks) < 1:
+            raise ValueError(f"picks={self.picks} are counts >= 1")
+        if not self.workdir:
+            raise ValueError("workdir is empty: models and results are written there")
