@@ -76,7 +76,8 @@ def rows(mechanism: object, length: np.ndarray, d_model: int) -> Rows:
         if isinstance(contract, Window):
             attention = attention + each * np.minimum(length, contract.width)
         elif isinstance(contract, History) and name == "index_keys":
-            each_key = 2 * indexer.heads * math.prod(leaf.width)
+            width = leaf.packing.width if leaf.packing else math.prod(leaf.width)
+            each_key = 2 * indexer.heads * width
             index = index + each_key * contract.count(length)
         elif isinstance(contract, History):
             seen = contract.count(length)
