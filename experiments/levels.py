@@ -46,7 +46,7 @@ def run_cell(
     first: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack, timing.usage() as usage:
         alone = stack.enter_context(bench.served(OFF))
-        across = stack.enter_context(bench.served(config.arm))
+        across = stack.enter_context(bench.served(config.arm, room=len(shared)))
         for length in sorted(set(shared.values())):
             across.publish(length)
 

@@ -25,7 +25,6 @@ from models.config import DecoderConfig
 OFF = "off"  # an arm without a store
 TIERS = ("host", "disk")
 GRID = 128  # tokens of a call and of a block
-ROOM = 4  # prompts' worth of bytes that a tier holds
 
 
 def hybrid() -> DecoderConfig:
@@ -97,24 +96,26 @@ class Bench:
         return history + (0 if replays else self.spec.checkpoint_bytes())
 
     @contextlib.contextmanager
-    def served(self, arm: str, *, directory: str = "") -> Iterator["Served"]:
-        """An engine under an arm, or `OFF`. directory: on the disk in question; "": temporary."""
+    def served(self, arm: str, *, directory: str = "", room: float = 2.0) -> Iterator["Served"]:
+        """An engine under an arm, or `OFF`.
+
+        directory: on the disk in question; "": temporary. room: prompts' worth that is published
+        until a prefix is asked for again, which must not be evicted meanwhile.
+        """
         with contextlib.ExitStack() as stack:
             store = place = None
             if arm != OFF:
                 made = stack.enter_context(tempfile.TemporaryDirectory(dir=directory or None))
                 place = pathlib.Path(made)
-                store = self._store(Arm.of(arm), place)
+                store = self._store(Arm.of(arm), place, room)
                 stack.callback(store.close)
             yield Served(self, arm, store, place)
 
-    def _store(self, arm: Arm, place: pathlib.Path) -> PrefixStore:
+    def _store(self, arm: Arm, place: pathlib.Path, prompts: float) -> PrefixStore:
         spec = self.spec
-        steps = self.capacity // spec.granularity
-        room = steps * (
-            spec.checkpoint_bytes() + spec.granularity // spec.block * spec.block_bytes()
-        )
-        room = ROOM * room + (1 << 20)
+        step = spec.checkpoint_bytes() + spec.granularity // spec.block * spec.block_bytes()
+        # One more for the document; and half of all is for either kind of group.
+        room = int(2 * (prompts + 1) * self.capacity / spec.granularity * step) + (1 << 20)
         sizes: dict = {"host_bytes": room}
         if arm.tier == DISK:
             # Host memory holds the least that a store insists on.

@@ -53,7 +53,8 @@ def run_cell(
     with contextlib.ExitStack() as stack, timing.usage() as usage:
         blocks: dict[tuple[str, int], Callable[[], float]] = {}
         for arm in (OFF, *bench.arms(config.arms)):
-            served = stack.enter_context(bench.served(arm, directory=config.directory))
+            room = sum(1 - hit for hit in config.hits)
+            served = stack.enter_context(bench.served(arm, directory=config.directory, room=room))
             for shared in distinct if arm != OFF else ():
                 if shared:
                     served.publish(shared)

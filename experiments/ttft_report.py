@@ -168,7 +168,7 @@ def _pays(cells: Sequence[Mapping]) -> Table:
             rows.append(
                 [
                     f"{NAMES[cell['kind']]}, {arm}, {cell['prompt']:,}",
-                    f"{median(points[0][2]['samples']) / cold:.2f}x",
+                    f"{median(points[0][2]['seconds']) / cold:.2f}x",
                     f"{cold / seconds:.1f}x",
                     "never" if even is None else f"{even:,.0f} ({even / cell['prompt']:.0%})",
                     number(row["bytes"] / max(length, 1) / 1e3),

@@ -9,6 +9,7 @@ import models
 from configs import advise as config_file
 from experiments import advise, counting
 from experiments.advise_config import AdviseConfig
+from tests.models import families
 
 
 def config_of(name: str, place: pathlib.Path, **fields: object) -> AdviseConfig:
@@ -49,6 +50,17 @@ def test_history_alone(tmp_path: pathlib.Path) -> None:
     found = answers(advise.run(config_of("v3_2", tmp_path)))
     assert found["suffice"]["verdict"] == "yes" and found["policy"]["verdict"] == "never"
     assert found["forfeit"]["verdict"] == "unknown"
+
+
+def test_recurrent_layers(tmp_path: pathlib.Path) -> None:
+    config = config_of("v4_flash", tmp_path, placements=("full", "zero"))
+    config.model = families.model("kimi_linear")[0].config
+    results = advise.run(config)
+    assert "state" in answers(results)["suffice"]["why"]
+    table = results["policies"]
+    # Nothing short of the whole prompt brings a state back.
+    assert table["zero"]["resumed"] == 0 < table["full"]["resumed"]
+    assert table["zero"]["hash_hit"] == pytest.approx(table["full"]["hash_hit"])
 
 
 def test_reading_that_takes_longer_than_computing_does_not_pay(tmp_path: pathlib.Path) -> None:
