@@ -63,7 +63,7 @@ class BenchKernelsTest(absltest.TestCase):
         config = self.config()
         geometry, (tokens,) = config.of("cpu")
         for platform in ("tpu", "cuda"):
-            cases = list(Cases(geometry, 1, tokens, 0).of("indexer"))
+            cases = list(Cases(geometry, 1, tokens, 0).of("indexer"))[:1]
             tried = []
 
             def measure(case, tiles, tried=tried):

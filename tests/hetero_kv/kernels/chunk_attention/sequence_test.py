@@ -109,7 +109,7 @@ def test_gradients_are_those_of_finite_differences() -> None:
     test_util.check_grads(ours, tuple(inputs), order=1, modes=("rev",), atol=2e-2, rtol=2e-2)
 
 
-PUBLISHED = {"tiny": (8, 128, 64, 16, 8), "flash": (64, 512, 8192, 128, 512)}
+PUBLISHED = {"tiny": (8, 128, 256, 16, 8), "flash": (64, 512, 8192, 128, 512)}
 PUBLISHED["pro"] = (128, 512, 8192, 128, 1024)  # heads, channels, tokens, width, k
 
 
