@@ -140,8 +140,13 @@ def _borders(config: RecallConfig) -> Row:
     """B5: the offset puts key and value of every fact into different groups."""
     base = config.base
     arms = {
-        f"{where}, {kind}": changed(base, task__offset=offset, model__csa_overlap=overlap)
-        for where, offset in (("aligned", 0), ("misaligned", 1))
+        f"{where}, {kind}": changed(
+            base, task__offset=offset, model__csa_overlap=overlap, steps=steps
+        )
+        for where, offset, steps in (
+            ("aligned", 0, base.steps),
+            ("misaligned", 1, config.border_steps),
+        )
         for kind, overlap in (("overlap", True), ("no overlap", False))
     }
     return Row("B5", arms, _measure)

@@ -27,6 +27,7 @@ class RecallConfig:
     warm_dense: int = 250  # B4: steps
     warm_frozen: int = 50
     warm_sparse: int = 100
+    border_steps: int = 1_000  # B5: of the misaligned arms, which leave their plateau late
     windows: tuple[int, ...] = (0, 4)  # B6: of the CSA layer, beside base's
     distances: tuple[int, ...] = (4, 8, 12, 16, 24, 32, 40)  # B7
     induction_steps: int = 400
@@ -43,8 +44,8 @@ class RecallConfig:
             raise ValueError("rows, seeds, jobs and pick_batches: at least one of each")
         if self.base.model.layer_types != ("swa", "csa"):
             raise ValueError("base.model.layer_types must be swa, csa: arms are changes of it")
-        if min(self.warm_dense, self.warm_frozen, self.warm_sparse) < 1:
-            raise ValueError("warm_dense, warm_frozen and warm_sparse are steps >= 1")
+        if min(self.warm_dense, self.warm_frozen, self.warm_sparse, self.border_steps) < 1:
+            raise ValueError("warm_dense, warm_frozen, warm_sparse and border_steps are >= 1")
         if not self.ratios or min(*self.ratios, *self.overlap_ratios, self.hca_ratio) < 1:
             raise ValueError("ratios, overlap_ratios and hca_ratio are tokens per entry >= 1")
         if not self.picks or min(self.picks) < 1:

@@ -125,6 +125,7 @@ def test_a_run_end_to_end(tmp_path: pathlib.Path) -> None:
     config = config_file.get_config()
     config.base = train_test.tiny("unused", **{"indexer.dense_steps": 40, "target_accuracy": 1e-6})
     config.rows, config.seeds, config.picks, config.pick_batches = ("B3", "B5"), 2, (1, 4), 1
+    config.border_steps = config.base.steps
     config.workdir = str(tmp_path)
     found = recall.run(config)
     picks = found["rows"]["B3"][BASE]["0"]
