@@ -135,6 +135,7 @@ def test_padding_changes_nothing() -> None:
     np.testing.assert_array_equal(hit, np.argmax(logits, -1) == batch["targets"])
 
 
+@pytest.mark.full
 def test_a_run_end_to_end(tmp_path: pathlib.Path) -> None:
     config = small()
     config.rows, config.workdir = ("C3", "B6"), str(tmp_path)

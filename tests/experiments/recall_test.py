@@ -121,6 +121,7 @@ def test_claims_of_warm_up_borders_windows_and_distances() -> None:
     assert verdicts(B7=rows) == [exhibit.REPRODUCED] * 3
 
 
+@pytest.mark.full
 def test_a_run_end_to_end(tmp_path: pathlib.Path) -> None:
     config = config_file.get_config()
     config.base = train_test.tiny("unused", **{"indexer.dense_steps": 40, "target_accuracy": 1e-6})

@@ -55,7 +55,9 @@ class DilatedWindow(WindowBranch):
 def build(fields):
     heads = GroupedHeads.of(fields)
     width = (fields.seen - 1) * fields.dilation + 1
-    branch = DilatedWindow(width, heads.width, heads.cache_dtype, heads.form, fields.dilation)
+    branch = DilatedWindow(
+        width, heads.width, heads.cache_dtype, heads.form, step=fields.dilation
+    )
     return local.Local(fields.kind, heads, branch)
 '''
 SEEN, STEP = 3, 4

@@ -167,7 +167,7 @@ def test_later_changes_to_the_config_do_not_reach_the_model() -> None:
         (dict(index_topk=0), "index_topk=0"),
         (dict(index_topk=-2), "index_topk=-2"),
         (dict(index_dim=4), "at least rope_dim"),
-        (dict(csa_ratio=1), "integer >= 2"),
+        (dict(csa_ratio=1), "ratio=1 must be at least 2"),
         (dict(rope_dim=7), "even"),
         (dict(rope_dim=14), "exceeds head_dim"),
         (dict(o_groups=3), "o_groups=3 must divide"),

@@ -99,7 +99,8 @@ def _validate(operands: Operands, tile: int) -> None:
         checks.shape("window.stop", window.stop, (batch,), integer=True)
         checks.floating("window.rows", rows)
     if entries is not None:
-        checks.pool("entries.pool", entries.pool, batch, width)
+        rows = checks.pool("entries.pool", entries.pool, batch, width)
+        checks.floating("entries.pool", rows)
         checks.shape("entries.visible", entries.visible, (batch,), integer=True)
         if entries.picked is not None:
             checks.shape("entries.picked", entries.picked, (batch, None), integer=True)

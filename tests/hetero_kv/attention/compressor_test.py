@@ -134,7 +134,7 @@ def test_nothing_is_computed_when_no_group_closes() -> None:
 
 
 def test_bad_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match=">= 2"):
+    with pytest.raises(ValueError, match="at least 2"):
         Compressor(D_MODEL, WIDTH, 1, True, ROPE, EPS, "float32")
     with pytest.raises(ValueError, match="exceeds"):
         Compressor(D_MODEL, 2, 4, True, ROPE, EPS, "float32")
