@@ -42,7 +42,7 @@ def one_each(cases: list[Case]) -> list[Case]:
     return list(found.values())
 
 
-QUICK = ("gpt_oss", "qwen3_next", "packed")  # History and windows; recurrent state; packed rows
+QUICK = ("gpt_oss", "qwen3_next")  # History and windows; recurrent state
 
 
 @pytest.mark.parametrize(
