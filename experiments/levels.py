@@ -21,7 +21,7 @@ import numpy as np
 from experiments import cli, config_tools, counting, levels_report, progress, run_record
 from experiments.bench import timing
 from experiments.levels_config import LevelsConfig
-from experiments.shared_prefix import OFF, Bench, Served
+from experiments.shared_prefix import OFF, Bench, Served, fill_cells
 
 NONE, REQUEST = "none", "request"
 CELL_FIELDS = ("overlaps", "answer", "recomputed", "arm", "repeats", "seconds", "seed")
@@ -154,33 +154,13 @@ def run(config: LevelsConfig) -> dict:
     values = config_tools.to_dict(config)
     workdir = pathlib.Path(config.workdir)
     run_record.write(workdir, values, seed=config.seed, runner="levels")
-    old = run_record.read_json(workdir / "results.json") or {}
     results: dict = {"config": values, "platform": run_record.platform_info(), "cells": {}}
-    wanted = [(kind, prompt) for kind in config.kinds for prompt in sorted(config.prompts)]
-    bench: Bench | None = None
-    for done, (kind, prompt) in enumerate(wanted, 1):
-        name, capacity = f"{kind}/{prompt}", max(config.prompts) + config.answer + 1
-        asked = {
-            "cell": name,
-            "capacity": capacity,
-            "model": values[kind],
-            "versions": run_record.versions(),
-            **{field: values[field] for field in CELL_FIELDS},
-        }
-        digest = run_record.digest(asked)
-        cell = old.get("cells", {}).get(name, {})
-        if cell.get("digest") != digest:
-            if bench is None or bench.config != getattr(config, kind):
-                bench = Bench(getattr(config, kind), capacity, config.seed)
-            with progress.Progress(config.repeats, title=f"[{done}/{len(wanted)}] {name}") as bar:
 
-                def shown(samples: Mapping[str, list[float]], bar=bar) -> None:
-                    bar.update(len(samples[REQUEST]))
+    def measure(bench: Bench, kind: str, prompt: int, bar: progress.Progress) -> dict:
+        return run_cell(config, bench, prompt, lambda found: bar.update(len(found[REQUEST])))
 
-                cell = run_cell(config, bench, prompt, shown)
-            cell |= {"kind": kind, "digest": digest, "parameters": bench.parameters}
-        results["cells"][name] = cell
-        run_record.write_results(workdir, results)
+    capacity = max(config.prompts) + config.answer + 1
+    fill_cells(config, results, CELL_FIELDS, capacity, measure)
     levels_report.exhibit(results).write(workdir)
     return results
 

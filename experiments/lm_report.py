@@ -49,7 +49,7 @@ def exhibit(results: Mapping) -> Exhibit:
 
 def _stretches(arms: Arms, *path: str) -> dict[str, Callable[[str], str]]:
     """A column for every stretch of positions."""
-    metrics = next(iter(next(iter(arms.found.values())).values()))
+    metrics = arms.example
     for name in path:
         metrics = metrics[name]
     return {f"bits {name}": lambda arm, name=name: arms.cell(arm, *path, name) for name in metrics}
@@ -57,7 +57,7 @@ def _stretches(arms: Arms, *path: str) -> dict[str, Callable[[str], str]]:
 
 def _both(name: str, arms: Arms) -> Table:
     columns = _stretches(arms, "bits")
-    first = next(iter(next(iter(arms.found.values())).values()))
+    first = arms.example
     for length in first["needle"]:
         columns[f"needle {length}"] = lambda arm, n=length: _mean_depth(arms, arm, n)
     columns["cache bytes"] = lambda arm: f"{arms.mean(arm, 'cache_bytes'):,.0f}"
@@ -95,14 +95,14 @@ def _streams(name: str, arms: Arms) -> Table:
 
 def _longer(name: str, arms: Arms) -> Table:
     columns = _stretches(arms, "bits")
-    first = next(iter(next(iter(arms.found.values())).values()))
+    first = arms.example
     for length in first["needle"]:
         columns[f"needle {length}"] = lambda arm, n=length: arms.cell(arm, "needle", n, digits=2)
     return table(TITLES[name], arms, columns, "Needles at half the depth.")
 
 
 def _keys(name: str, arms: Arms) -> Table:
-    first = next(iter(next(iter(arms.found.values())).values()))
+    first = arms.example
     columns = {
         f"{count} needle(s)": lambda arm, n=count: arms.cell(arm, "needle", n, digits=2)
         for count in first["needle"]

@@ -90,17 +90,21 @@ def _buffers(call: core.JaxprEqn) -> Iterator[Buffer]:
 
 
 def _kernels(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
-    kinds = core.Jaxpr | core.ClosedJaxpr
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call":
             yield equation
             continue
-        inner = jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: isinstance(x, kinds)
-        )
-        for x in inner:
-            if isinstance(x, kinds):
-                yield from _kernels(x.jaxpr if isinstance(x, core.ClosedJaxpr) else x)
+        for inner in inner_jaxprs(equation):
+            yield from _kernels(inner)
+
+
+def inner_jaxprs(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
+    """The programs within an operation: bodies, branches, what it calls."""
+    kinds = core.Jaxpr | core.ClosedJaxpr
+    params = list(equation.params.values())
+    for leaf in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, kinds)):
+        if isinstance(leaf, kinds):
+            yield leaf.jaxpr if isinstance(leaf, core.ClosedJaxpr) else leaf
 
 
 def draw_operations(programs: Mapping[str, str], most: int = 14) -> matplotlib.figure.Figure:

@@ -49,7 +49,7 @@ def _trained(name: str, arms: Arms) -> Table:
         "steps to .95": lambda arm: _reached(arms, arm),
         "parameters": lambda arm: f"{arms.mean(arm, 'parameters'):,.0f}",
     }
-    first = next(iter(next(iter(arms.found.values())).values()))
+    first = arms.example
     if "facts_per_entry" in first:
         columns["facts an entry"] = lambda arm: f"{arms.mean(arm, 'facts_per_entry'):.2f}"
     if "cache_bytes" in first:
@@ -105,7 +105,7 @@ def _warmed(name: str, arms: Arms) -> Table:
 
 
 def _copied(name: str, arms: Arms) -> Table:
-    first = next(iter(next(iter(arms.found.values())).values()))
+    first = arms.example
     columns = {
         f"d = {d}": lambda arm, d=d: arms.cell(arm, "accuracy", d, digits=2)
         for d in first["accuracy"]

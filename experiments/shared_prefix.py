@@ -1,15 +1,20 @@
-"""Requests that begin like an earlier one, on the real engine: what `ttft` and `levels` time."""
+"""Requests that begin like an earlier one, on the real engine: what `ttft` and `levels` time.
+
+Both have a cell for each model and prompt length, measured once (`fill_cells`).
+"""
 
 import contextlib
 import dataclasses
 import pathlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import jax
 import numpy as np
 
 import models
+from experiments import progress, run_record
 from experiments.bench import bench_config
 from experiments.bench.disk_bench import let_go
 from hetero_kv import Engine, Options, PrefixStore, Request
@@ -197,3 +202,56 @@ class Served:
         if result.status != "finished":
             raise RuntimeError(f"{self.arm}: {result.status}: {result.why}")
         return result
+
+
+class Config(Protocol):
+    """What `fill_cells` needs of a configuration; it has the model of each kind by its name."""
+
+    kinds: tuple[str, ...]
+    prompts: tuple[int, ...]
+    repeats: int
+    seed: int
+    workdir: str
+
+
+def fill_cells(
+    config: Config,
+    results: dict,
+    fields: Sequence[str],
+    capacity: int,
+    measure: Callable[[Bench, str, int, progress.Progress], dict],
+    whole: Callable[[str, int], bool] = lambda kind, prompt: True,
+) -> None:
+    """Fills `results["cells"]` with those of `results.json`, and what it lacks; writes after each.
+
+    Args:
+        results: with "config", the configuration's values, and an empty "cells".
+        fields: of the configuration, those that decide a cell, beside the model.
+        capacity: tokens of a slot.
+        measure: of a kind's bench and a prompt length, a cell's own fields.
+        whole: of a kind and a prompt length, whether nothing is missing but the cell.
+    """
+    workdir, values = pathlib.Path(config.workdir), results["config"]
+    old = (run_record.read_json(workdir / "results.json") or {}).get("cells", {})
+    wanted = [(kind, prompt) for kind in config.kinds for prompt in sorted(config.prompts)]
+    bench: Bench | None = None
+    for number, (kind, prompt) in enumerate(wanted, 1):
+        name = f"{kind}/{prompt}"
+        asked = {
+            "cell": name,
+            "capacity": capacity,
+            "model": values[kind],
+            "versions": run_record.versions(),
+            **{field: values[field] for field in fields},
+        }
+        digest = run_record.digest(asked)
+        cell = old.get(name, {})
+        if cell.get("digest") != digest or not whole(kind, prompt):
+            if bench is None or bench.config != getattr(config, kind):
+                bench = Bench(getattr(config, kind), capacity, config.seed)
+            title = f"[{number}/{len(wanted)}] {name}"
+            with progress.Progress(config.repeats, title=title) as bar:
+                cell = measure(bench, kind, prompt, bar)
+            cell |= {"kind": kind, "digest": digest, "parameters": bench.parameters}
+        results["cells"][name] = cell
+        run_record.write_results(workdir, results)

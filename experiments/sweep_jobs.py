@@ -7,13 +7,17 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import IO, TypeVar
 
 from experiments import progress, run_record, sweep_plan
 from experiments.sweep_plan import Cell
 
 TAIL = 400  # characters of a failed cell's output that are reported
 POLL_SECONDS = 0.05
+
+Job = TypeVar("Job")
+Cores = set[int] | None
 
 
 class Place:
@@ -53,7 +57,7 @@ class Place:
         return True
 
 
-def core_sets(jobs: int) -> list[set[int] | None]:
+def core_sets(jobs: int) -> list[Cores]:
     """Cores of each job, as equal as they come out; None where they cannot be chosen.
 
     Raises:
@@ -69,70 +73,97 @@ def core_sets(jobs: int) -> list[set[int] | None]:
     return [set(cores[i::jobs]) for i in range(jobs)]
 
 
+def run_pinned(
+    todo: collections.deque[Job],
+    jobs: int,
+    start: Callable[[Job, Cores], subprocess.Popen],
+    ended: Callable[[Job, subprocess.Popen], None],
+) -> None:
+    """Runs a process for each job, so many at a time, on cores of their own.
+
+    ended: told of every process that has ended; it may put its job back, or raise. Whatever is
+    raised, no process is left behind.
+    """
+    free = collections.deque(core_sets(jobs))
+    running: list[tuple[subprocess.Popen, Job, Cores]] = []
+    try:
+        while todo or running:
+            while todo and free:
+                job, cores = todo.popleft(), free.popleft()
+                running.append((start(job, cores), job, cores))
+            over = [x for x in running if x[0].poll() is not None]
+            for item in over:
+                running.remove(item)
+                process, job, cores = item
+                free.append(cores)
+                ended(job, process)
+            if not over:
+                time.sleep(POLL_SECONDS)
+    finally:
+        for process, *_ in running:
+            process.terminate()
+        for process, *_ in running:
+            process.wait()
+
+
+def start_pinned(
+    command: Sequence[str], output: IO, cores: Cores, files: Sequence[int] = ()
+) -> subprocess.Popen:
+    """A process on these cores. files: descriptors that it has as well."""
+    before = os.sched_getaffinity(0) if cores else None
+    try:
+        if cores:  # a process has the cores of the thread that starts it
+            os.sched_setaffinity(0, cores)
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=files,
+        )
+    finally:
+        if before:
+            os.sched_setaffinity(0, before)
+
+
 def run_all(
     place: Place, runner: str, config_file: str, cells: Sequence[Cell], jobs: int, retries: int
 ) -> dict[str, str]:
     """Runs the cells that have no record yet; returns why others failed, by digest."""
     todo = collections.deque((cell, 0) for cell in cells if place.record(cell) is None)
-    free = collections.deque(core_sets(jobs))
-    running: list[tuple[subprocess.Popen, Cell, int, set[int] | None]] = []
     failed: dict[str, str] = {}
-    done = start = len(cells) - len(todo)
-    title = f"sweep of {runner}"
-    with progress.Progress(len(cells), start=start, title=title) as bar:
-        try:
-            while todo or running:
-                while todo and free:
-                    cell, tries = todo.popleft()
-                    cores = free.popleft()
-                    running.append((_start(place, runner, config_file, cell, cores), cell, tries,
-                                    cores))  # fmt: skip
-                ended = [x for x in running if x[0].poll() is not None]
-                for job in ended:
-                    running.remove(job)
-                    process, cell, tries, cores = job
-                    free.append(cores)
-                    why = _why(place, process, cell)
-                    if why and tries < retries:
-                        todo.append((cell, tries + 1))
-                        continue
-                    done += 1
-                    if why:
-                        failed[cell.digest] = f"{dict(cell.changes)}: {why}"
-                    bar.update(done, {"failed": len(failed)})
-                if not ended:
-                    time.sleep(POLL_SECONDS)
-        finally:
-            for process, *_ in running:
-                process.terminate()
-            for process, *_ in running:
-                process.wait()
+    done = len(cells) - len(todo)
+
+    def start(job: tuple[Cell, int], cores: Cores) -> subprocess.Popen:
+        return _start(place, runner, config_file, job[0], cores)
+
+    def ended(job: tuple[Cell, int], process: subprocess.Popen) -> None:
+        nonlocal done
+        cell, tries = job
+        why = _why(place, process, cell)
+        if why and tries < retries:
+            todo.append((cell, tries + 1))
+            return
+        done += 1
+        if why:
+            failed[cell.digest] = f"{dict(cell.changes)}: {why}"
+        bar.update(done, {"failed": len(failed)})
+
+    with progress.Progress(len(cells), start=done, title=f"sweep of {runner}") as bar:
+        run_pinned(todo, jobs, start, ended)
     return failed
 
 
 def _start(
-    place: Place, runner: str, config_file: str, cell: Cell, cores: set[int] | None
+    place: Place, runner: str, config_file: str, cell: Cell, cores: Cores
 ) -> subprocess.Popen:
     workdir = place.workdir(cell)
     workdir.mkdir(exist_ok=True)
     (workdir / "results.json").unlink(missing_ok=True)  # of a try that failed after writing it
     command = [sys.executable, "-m", runner]
     command += sweep_plan.arguments(cell, config_file, str(workdir))
-    before = os.sched_getaffinity(0) if cores else None
     with (workdir / "output.txt").open("w") as output:
-        try:
-            if cores:  # a process has the cores of the thread that starts it
-                os.sched_setaffinity(0, cores)
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=(place.lock.fileno(),),
-            )
-        finally:
-            if before:
-                os.sched_setaffinity(0, before)
+        return start_pinned(command, output, cores, (place.lock.fileno(),))
 
 
 def _why(place: Place, process: subprocess.Popen, cell: Cell) -> str:

@@ -10,7 +10,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 
 import models
@@ -84,43 +83,29 @@ class Models:
         self, todo: dict[str, train_config.TrainConfig], jobs: int, bar: progress.Progress
     ) -> None:
         self.place.mkdir(parents=True, exist_ok=True)
-        waiting, free = collections.deque(todo), collections.deque(sweep_jobs.core_sets(jobs))
-        running: list[tuple[subprocess.Popen, str, set[int] | None]] = []
-        try:
-            while waiting or running:
-                while waiting and free:
-                    name, cores = waiting.popleft(), free.popleft()
-                    running.append((self._start(name, todo[name], cores), name, cores))
-                ended = [job for job in running if job[0].poll() is not None]
-                for job in ended:
-                    running.remove(job)
-                    process, name, cores = job
-                    if process.returncode:
-                        text = (self.place / f"{name}.txt").read_text(errors="replace").strip()
-                        raise RuntimeError(f"training {name} failed: {text[-sweep_jobs.TAIL :]}")
-                    free.append(cores)
-                    bar.update(len(todo) - len(waiting) - len(running))
-                if not ended:
-                    time.sleep(sweep_jobs.POLL_SECONDS)
-        finally:
-            for process, *_ in running:
-                process.terminate()
-            for process, *_ in running:
-                process.wait()
+        done = 0
+
+        def start(name: str, cores: sweep_jobs.Cores) -> subprocess.Popen:
+            return self._start(name, todo[name], cores)
+
+        def ended(name: str, process: subprocess.Popen) -> None:
+            nonlocal done
+            if process.returncode:
+                text = (self.place / f"{name}.txt").read_text(errors="replace").strip()
+                raise RuntimeError(f"training {name} failed: {text[-sweep_jobs.TAIL :]}")
+            done += 1
+            bar.update(done)
+
+        sweep_jobs.run_pinned(collections.deque(todo), jobs, start, ended)
 
     def _start(
-        self, name: str, config: train_config.TrainConfig, cores: set[int] | None
+        self, name: str, config: train_config.TrainConfig, cores: sweep_jobs.Cores
     ) -> subprocess.Popen:
         wanted = self.place / f"{name}.json"
         run_record.write_json(wanted, train_config.to_dict(config))
         command = [sys.executable, "-m", "experiments.trained_models", str(self.place), str(wanted)]
         with (self.place / f"{name}.txt").open("w") as output:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-            )
-        if cores:
-            os.sched_setaffinity(process.pid, cores)
-        return process
+            return sweep_jobs.start_pinned(command, output, cores)
 
 
 if __name__ == "__main__":

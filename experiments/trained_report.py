@@ -17,6 +17,11 @@ class Arms:
 
     found: Mapping[str, Mapping[str, Mapping]]
 
+    @property
+    def example(self) -> Mapping:
+        """The metrics of one cell: which there are is the same for all."""
+        return next(iter(next(iter(self.found.values())).values()))
+
     def has(self, *arms: str) -> bool:
         """Whether all of the arms were run."""
         return all(arm in self.found for arm in arms)

@@ -25,7 +25,7 @@ from experiments import (
     ttft_report,
 )
 from experiments.bench import timing
-from experiments.shared_prefix import OFF, Arm, Bench, Served
+from experiments.shared_prefix import OFF, Arm, Bench, Served, fill_cells
 from experiments.ttft_config import TtftConfig
 from hetero_kv.requests import Result
 
@@ -107,41 +107,26 @@ def run(config: TtftConfig) -> dict:
     values = config_tools.to_dict(config)
     workdir = pathlib.Path(config.workdir)
     run_record.write(workdir, values, seed=config.seed, runner="ttft")
-    old = run_record.read_json(workdir / "results.json") or {}
+    longest = max(config.prompts)
+    old = (run_record.read_json(workdir / "results.json") or {}).get("timelines", {})
+    timelines = {kind: old[kind] for kind in config.kinds if kind in old}
     results: dict = {
         "config": values,
         "platform": run_record.platform_info(),
         "cells": {},
-        "timelines": {},
+        "timelines": timelines,
     }
-    wanted = [(kind, prompt) for kind in config.kinds for prompt in sorted(config.prompts)]
-    bench: Bench | None = None
-    for number, (kind, prompt) in enumerate(wanted, 1):
-        name, capacity = f"{kind}/{prompt}", max(config.prompts) + 1
-        asked = {
-            "cell": name,
-            "capacity": capacity,
-            "model": values[kind],
-            "versions": run_record.versions(),
-            **{field: values[field] for field in CELL_FIELDS},
-        }
-        digest = run_record.digest(asked)
-        cell = old.get("cells", {}).get(name, {})
-        lines = old.get("timelines", {}).get(kind, {})
-        if cell.get("digest") != digest or (prompt == max(config.prompts) and not lines):
-            if bench is None or bench.config != getattr(config, kind):
-                bench = Bench(getattr(config, kind), capacity, config.seed)
-            title = f"[{number}/{len(wanted)}] {name}"
-            with progress.Progress(config.repeats, title=title) as bar:
-                cell = run_cell(config, bench, prompt, _shown(bar))
-            cell |= {"kind": kind, "digest": digest}
-            cell["parameters"] = bench.parameters
-            if prompt == max(config.prompts):
-                lines = _timelines(config, bench, prompt)
-        results["cells"][name] = cell
-        if lines:
-            results["timelines"][kind] = lines
-        run_record.write_results(workdir, results)
+
+    def measure(bench: Bench, kind: str, prompt: int, bar: progress.Progress) -> dict:
+        cell = run_cell(config, bench, prompt, _shown(bar))
+        if prompt == longest:
+            timelines[kind] = _timelines(config, bench, prompt)
+        return cell
+
+    def whole(kind: str, prompt: int) -> bool:
+        return prompt != longest or kind in timelines
+
+    fill_cells(config, results, CELL_FIELDS, longest + 1, measure, whole)
     ttft_report.exhibit(results).write(workdir)
     return results
 

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 
 POISON = 255  # of a byte that nobody wrote, where poison is asked for: reads as NaN in every kind
 LOWEST = -117  # exponent of the smallest scale: times the smallest code still a normal float32
-_TINY = 2.0**-126
+TINY = 2.0**-126  # magnitudes below are read as 0
 
 
 class Code(NamedTuple):
@@ -198,11 +198,11 @@ class Packing:
             bits = jnp.where(bits == 255, jnp.uint32(_NAN), bits << 23)
         else:
             bits = _number_of(scales, 4)
-        values = _decode(own.code, codes) * _float(bits)[..., None]
-        values = jnp.where(jnp.abs(values) < _TINY, 0.0, values)
+        values = decode(own.code, codes) * as_float(bits)[..., None]
+        values = jnp.where(jnp.abs(values) < TINY, 0.0, values)
         values = values.reshape(*packed.shape[:-1], self.coded)
         if self.rope:
-            rest = _float(_number_of(parts["rope"], 2) << 16)
+            rest = as_float(_number_of(parts["rope"], 2) << 16)
             values = jnp.concatenate([values, rest], axis=-1)
         if self.dtype == "float32":
             return values
@@ -242,7 +242,8 @@ def _bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 
-def _float(bits: jax.Array) -> jax.Array:
+def as_float(bits: jax.Array) -> jax.Array:
+    """f32 of 32 bits."""
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
@@ -263,9 +264,9 @@ def _encode(code: Code, groups: jax.Array) -> tuple[jax.Array, jax.Array]:
     above = (top & ((1 << code.fraction) - 1)) > code.full
     power = (top >> code.fraction).astype(jnp.int32) - code.peak + above  # biased by 127
     power = jnp.maximum(power, 127 + LOWEST).astype(jnp.uint32)
-    value = _bits(groups * _float(jnp.where(sound, 254 - power, 0) << 23)[..., None])
+    value = _bits(groups * as_float(jnp.where(sound, 254 - power, 0) << 23)[..., None])
     size, sign = value & 0x7FFFFFFF, (value >> 31).astype(jnp.int32)
-    small = jnp.round(_float(size) * 2.0 ** (code.bias - 1 + code.fraction)).astype(jnp.int32)
+    small = jnp.round(as_float(size) * 2.0 ** (code.bias - 1 + code.fraction)).astype(jnp.int32)
     large = _nearest(size, 23 - code.fraction).astype(jnp.int32)
     large = large - ((127 - code.bias) << code.fraction)
     codes = jnp.where(size >> 23 < 128 - code.bias, small, jnp.minimum(large, code.top))
@@ -278,27 +279,27 @@ def _encode(code: Code, groups: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _encode_int8(_: Code, groups: jax.Array) -> tuple[jax.Array, jax.Array]:
     """As `_encode`, with symmetric integers."""
     top = _largest(groups)
-    scale = _bits(_float(jnp.minimum(top, 0x7F800000)) * (1 / 127))
+    scale = _bits(as_float(jnp.minimum(top, 0x7F800000)) * (1 / 127))
     scale = _nearest(scale, 16) << 16
-    sound = _float(scale) * 127 < 2.0**127
+    sound = as_float(scale) * 127 < 2.0**127
     scale = jnp.where(scale >> 23 < 127 + LOWEST, 0, scale)
-    over = jnp.where(scale > 0, 1 / _float(jnp.maximum(scale, 1 << 23)), 0.0)
+    over = jnp.where(scale > 0, 1 / as_float(jnp.maximum(scale, 1 << 23)), 0.0)
     codes = jnp.round(groups * over[..., None])
     codes = jnp.where(sound[..., None], codes, -1.0).astype(jnp.int32) & 255
     return codes, jnp.where(sound, scale, jnp.uint32(_NAN))
 
 
-def _decode(code: Code, codes: jax.Array) -> jax.Array:
-    """Values f32 of codes i32."""
+def decode(code: Code, codes: jax.Array) -> jax.Array:
+    """Values f32 of codes i32. In operations that TPU kernels have as well."""
     if code is INT8:
         return jnp.where(codes > 127, codes - 256, codes).astype(jnp.float32)
     size = codes & ((1 << (code.bits - 1)) - 1)
-    part = size & ((1 << code.fraction) - 1)
-    small = part.astype(jnp.float32) * 2.0 ** (1 - code.bias - code.fraction)
-    large = size + ((127 - code.bias) << code.fraction) << (23 - code.fraction)
-    value = jnp.where(size >> code.fraction == 0, small, _float(large))
+    part = (size & ((1 << code.fraction) - 1)).astype(jnp.float32)
+    small = part * 2.0 ** (1 - code.bias - code.fraction)
+    large = as_float((size + ((127 - code.bias) << code.fraction)) << (23 - code.fraction))
+    value = jnp.where(size < 1 << code.fraction, small, large)
     value = jnp.where(size > code.top, math.nan, value)
-    return jnp.where(codes >> (code.bits - 1) == 1, -value, value)
+    return jnp.where(codes >= 1 << (code.bits - 1), -value, value)
 
 
 def _to_bf16(values: jax.Array) -> jax.Array:

@@ -313,7 +313,8 @@ class SlotPages:
             held = self._ids[c, slot, : page.columns].tolist()
             named = [(i, self._generation_of(c, i)) for i in held if i in self._names[c]]
             new.append([x for x in named if x[0] not in self._kept[c]])
-            self._kept[c].use(*zip(*named, strict=True)) if named else None
+            if named:
+                self._kept[c].use(*zip(*named, strict=True))
         if not any(new):
             return cache
         cache, flags = self._rows.keep(cache, self._some(new))

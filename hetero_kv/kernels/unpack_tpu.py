@@ -20,10 +20,9 @@ import numpy as np
 
 from hetero_kv.attention.pool import Pool
 from hetero_kv.kernels import paging
-from hetero_kv.packing import INT8, KINDS, Packing
+from hetero_kv.packing import KINDS, TINY, Packing, as_float, decode
 
 LANES = 128
-_TINY = 2.0**-126
 
 
 def row_major(name: str, pool: Pool) -> None:
@@ -115,25 +114,25 @@ class Unpack:
                 continue
             numbers = parts.pop(0)[:, :width]
             if first >= own.coded:
-                found.append(_float(numbers << 16))
+                found.append(as_float(numbers << 16))
                 continue
             values = self._coded(numbers, scales, first)
             if first + width > own.coded:
                 lane = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
-                values = jnp.where(lane < own.coded - first, values, _float(numbers << 16))
+                values = jnp.where(lane < own.coded - first, values, as_float(numbers << 16))
             found.append(values)
         rows = found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
         if own.dtype == "float32":
             return rows
-        rows = jnp.where(jnp.abs(rows) < _TINY, 0.0, rows)
+        rows = jnp.where(jnp.abs(rows) < TINY, 0.0, rows)
         return rows.astype(jnp.bfloat16).astype(jnp.float32)
 
     def _scales(self, parts: list[jax.Array]) -> jax.Array:
         """f32[T, LANES]: the scale of group g in lane g. Takes its parts off the list."""
         low = parts.pop(0)
         if KINDS[self.packing.kind].e8m0:
-            return jnp.where(low == 255, math.nan, _float(low << 23))
-        return _float(low | parts.pop(0) << 16)
+            return jnp.where(low == 255, math.nan, as_float(low << 23))
+        return as_float(low | parts.pop(0) << 16)
 
     def _coded(self, codes: jax.Array, scales: jax.Array, first: int) -> jax.Array:
         """Values of codes [T, n], those of channels `first ..`."""
@@ -147,22 +146,5 @@ class Unpack:
         for g in range(first // own.group, last // own.group + 1):
             one = jnp.broadcast_to(scales[:, g : g + 1], codes.shape)
             scale = one if scale is None else jnp.where(lane < g * own.group - first, scale, one)
-        values = _decode(code, codes) * scale
-        return jnp.where(jnp.abs(values) < _TINY, 0.0, values)
-
-
-def _float(bits: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _decode(code, codes: jax.Array) -> jax.Array:
-    """Values f32 of codes i32; see `packing.Code`."""
-    if code is INT8:
-        return jnp.where(codes > 127, codes - 256, codes).astype(jnp.float32)
-    size = codes & ((1 << (code.bits - 1)) - 1)
-    part = (size & ((1 << code.fraction) - 1)).astype(jnp.float32)
-    small = part * 2.0 ** (1 - code.bias - code.fraction)
-    large = _float((size + ((127 - code.bias) << code.fraction)) << (23 - code.fraction))
-    value = jnp.where(size < 1 << code.fraction, small, large)
-    value = jnp.where(size > code.top, math.nan, value)
-    return jnp.where(codes >= 1 << (code.bits - 1), -value, value)
+        values = decode(code, codes) * scale
+        return jnp.where(jnp.abs(values) < TINY, 0.0, values)

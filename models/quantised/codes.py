@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from hetero_kv import packing
+
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
 E8M0_BIAS, E8M0_NAN = 127, 255
 _BYTES = np.arange(256, dtype=np.uint8)
@@ -68,14 +70,8 @@ def decode_e4m3(codes: jax.Array) -> jax.Array:
 
 def decode_e2m1(codes: jax.Array) -> jax.Array:
     """As `from_e2m1`."""
-    pairs = jnp.stack([codes & 15, codes >> 4], axis=-1).astype(jnp.uint32)
-    pairs = pairs.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
-    sign, exponent, mantissa = pairs >> 3, pairs >> 1 & 3, pairs & 1
-    # float32 has 126 more in the exponent's bias; 0.5 is the only one without a leading bit.
-    normal = exponent + 126 << 23 | mantissa << 22
-    small = mantissa * jnp.uint32(126 << 23)
-    bits = sign << 31 | jnp.where(exponent > 0, normal, small)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    pairs = jnp.stack([codes & 15, codes >> 4], axis=-1).astype(jnp.int32)
+    return packing.decode(packing.E2M1, pairs.reshape(*codes.shape[:-1], 2 * codes.shape[-1]))
 
 
 def scale_e8m0(values: jax.Array, codes: jax.Array) -> jax.Array:

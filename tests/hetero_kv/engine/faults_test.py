@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hetero_kv import Request
+from hetero_kv import Engine, Request
 from hetero_kv.guard import LeakedShape
-from hetero_kv.requests import FAILED, FINISHED, REUSE_OFF
+from hetero_kv.requests import FAILED, FINISHED, REUSE_OFF, Result
 from tests.hetero_kv.engine import world
 
 COMPONENTS = ("csa entries", "csa index keys", "windows", "tails")
@@ -136,11 +136,8 @@ def test_a_share_is_shadowed() -> None:
     assert 8 < shadowed < 32 and world.count(made, "audits_total", outcome="differs") == 0
 
 
-@pytest.mark.parametrize("component", COMPONENTS)
-def test_wrong_evidence_is_refused_within_the_call(component: str) -> None:
-    """Nothing is computed on such a row; the request runs cold, its mates do not notice."""
-    made = warmed()
-    tamper(made, component, evidence=True)
+def refused_beside_a_mate(made: Engine) -> Result:
+    """Serves the request whose row is bad, and another: it runs cold, its mate does not notice."""
     mate = made.submit(world.request(2))
     handle = made.submit(world.request(NUMBER))
     world.drain(made)
@@ -148,6 +145,15 @@ def test_wrong_evidence_is_refused_within_the_call(component: str) -> None:
     world.same_answer(result, NUMBER)
     world.same_answer(made.result(mate), 2)
     assert result.reused_length == 0 and result.discarded > 0
+    return result
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_wrong_evidence_is_refused_within_the_call(component: str) -> None:
+    """Nothing is computed on such a row; the request runs cold, its mates do not notice."""
+    made = warmed()
+    tamper(made, component, evidence=True)
+    result = refused_beside_a_mate(made)
     (reason,) = [x for x in result.reasons if x.code == "evidence"]
     assert component in reason.detail and reason.before > 0
     assert world.count(made, "verdicts_total") == 1
@@ -159,13 +165,7 @@ def test_a_row_that_is_not_as_it_was_brought_is_refused(component: str) -> None:
     """Its evidence is right, its values are not: the first call that reads them says so."""
     made = warmed()
     tamper(made, component, unseen=False)
-    mate = made.submit(world.request(2))
-    handle = made.submit(world.request(NUMBER))
-    world.drain(made)
-    result = made.result(handle)
-    world.same_answer(result, NUMBER)
-    world.same_answer(made.result(mate), 2)
-    assert result.reused_length == 0 and result.discarded > 0
+    result = refused_beside_a_mate(made)
     assert f"{component}: checksum" in [x.detail for x in result.reasons if x.code == "evidence"]
     assert world.count(made, "verdict_bits_total", component=component, reason="checksum") == 1
     world.settled(made)

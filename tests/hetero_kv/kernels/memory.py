@@ -7,6 +7,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from experiments.lowering import inner_jaxprs
+
 VIEWS = ("reshape", "new_ref", "ref", "freeze")
 ON_CHIP = ("pallas_call", "mpmd_map", "core_map", "run_scoped")  # what is inside stays on the chip
 
@@ -28,7 +30,7 @@ def largest(run: Callable, *args: Any) -> int:
 def _made(jaxpr: core.Jaxpr) -> Iterator[tuple[int, ...]]:
     for equation in jaxpr.eqns:
         name, outs = equation.primitive.name, equation.outvars
-        inner = [] if name in ON_CHIP else list(_jaxprs(equation))
+        inner = [] if name in ON_CHIP else list(inner_jaxprs(equation))
         for one in inner:
             yield from _made(one)
         if name == "pallas_call":
@@ -36,11 +38,3 @@ def _made(jaxpr: core.Jaxpr) -> Iterator[tuple[int, ...]]:
             outs = [x for i, x in enumerate(outs) if i not in in_place]
         if not inner and name not in VIEWS:
             yield from (x.aval.shape for x in outs if hasattr(x.aval, "shape"))
-
-
-def _jaxprs(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
-    kinds = core.Jaxpr | core.ClosedJaxpr
-    params = list(equation.params.values())
-    for leaf in jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, kinds)):
-        if isinstance(leaf, kinds):
-            yield leaf.jaxpr if isinstance(leaf, core.ClosedJaxpr) else leaf

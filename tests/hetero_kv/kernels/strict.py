@@ -14,7 +14,10 @@ from jax._src.lib.mlir import ir
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as tpu_interpreter
 from jax.experimental.pallas import tpu as pltpu
 
+from experiments.lowering import text as lowered
 from hetero_kv.kernels import interpret
+
+__all__ = ["gpu_interpreter", "kernels_in", "largest", "lowered", "quick", "tpu"]
 
 CUSTOM_CALL = {"tpu": "tpu_custom_call", "cuda": "mosaic_gpu"}
 
@@ -53,16 +56,6 @@ def gpu_interpreter(detect_races: bool = True) -> Any:
 def quick(cases: Iterable[str], *names: str) -> list:
     """Cases of which only these run in `make test`: interpreted kernels are slow to compile."""
     return [x if x in names else pytest.param(x, marks=pytest.mark.full) for x in cases]
-
-
-def lowered(run: Callable, platform: str, *args: Any) -> str:
-    """The StableHLO text of `run` exported for one platform ("tpu", "cuda").
-
-    args: arrays, or `jax.ShapeDtypeStruct`.
-    """
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), args)
-    exported = jax.export.export(jax.jit(run), platforms=[platform])(*shapes)
-    return exported.mlir_module()
 
 
 def kernels_in(text: str, platform: str) -> int:
