@@ -30,7 +30,13 @@ class PagedBench(Bench):
             raise ValueError(f"in pages all checks are on, or all are off; got {off}")
         return super().run(case, off, directory)
 
+    @property
+    def _mate(self) -> Request:
+        """What runs beside: more tokens than one step gives it, so that it is still there then."""
+        return Request(self.donor_prompt, max(self.new, BURST + 2))
+
     def _compiled(self, capacity: int) -> tuple[Rows, Rows]:
+        capacity = max(capacity, len(self.donor_prompt) + self._mate.max_new_tokens)
         made = functools.partial(
             Rows,
             self.model,
@@ -59,8 +65,10 @@ class PagedBench(Bench):
     def _struck(self, case: Case, store: PrefixStore, rows: Rows) -> tuple[Served, Result]:
         """The request, struck once it is restored, and the one that runs beside it."""
         engine = self._engine(store, VALIDATED, rows)
-        mate = engine.submit(Request(self.donor_prompt, self.new))
+        mate = engine.submit(self._mate)
         while not engine.scheduler.decoding():
+            if not engine.busy:
+                raise RuntimeError(f"what runs beside has ended: {engine.result(mate).status}")
             engine.step()
         handle = engine.submit(Request(self.prompt, self.new))
         engine._admit()
@@ -75,9 +83,7 @@ class PagedBench(Bench):
 
     @functools.cached_property
     def _mate_alone(self) -> Result:
-        (result,) = self._engine(None, OFF, self.rows).generate(
-            [Request(self.donor_prompt, self.new)]
-        )
+        (result,) = self._engine(None, OFF, self.rows).generate([self._mate])
         return result
 
     @staticmethod
