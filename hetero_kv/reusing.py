@@ -190,7 +190,9 @@ class Reuser:
             self._sample(entry, cache)
             return cache
         audit = self.audits.get(entry.handle)
-        if self.mode == SHADOW and audit and run.position == audit.length:
+        # Of the run that is served: one that starts over after it may go wrong, or stand elsewhere.
+        wanted = audit is not None and audit.cold is None and audit.served is None
+        if self.mode == SHADOW and wanted and run.position == audit.length:
             audit.cold = self._rows.take(cache, entry.slot)
         if run.replay or run.epoch is None or not self.on:
             return cache

@@ -33,7 +33,7 @@ def tiny(**changes) -> bench_config.BenchConfig:
     """The quick form of the shipped configuration, with fewer layers."""
     config = config_tools.load(str(ROOT / "configs" / "bench_model.py"))
     config.small.model = config.small.model.replace(
-        layer_types=("swa", "csa"), mlp_types=("hash_moe", "moe"), chunk=16
+        layer_types=("swa",), mlp_types=("hash_moe",), chunk=16
     )
     config.small.layouts = ("unstacked",)
     config.compile.model = config.small.model.replace(

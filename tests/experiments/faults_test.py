@@ -68,6 +68,7 @@ def test_files_and_claims(tmp_path: pathlib.Path) -> None:
     assert (place / "faults.png").stat().st_size > 5_000
 
 
+@pytest.mark.full
 def test_in_pages_all_checks_are_on_or_off(tmp_path: pathlib.Path) -> None:
     chosen = config(tmp_path, paged=True, kinds=(kinds.ZERO, kinds.ENTRY, kinds.RELEASED))
     results = faults.run(chosen)

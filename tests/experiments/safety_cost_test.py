@@ -7,7 +7,10 @@ import pytest
 
 import models
 from experiments import safety_cost
-from experiments.safety_config import PARTS, SafetyConfig
+from experiments.safety_config import FIRST_TOKEN, PARTS, RATE, STEP, SafetyConfig
+from tests import variants
+
+CLAIMS = {STEP: 3, RATE: 2, FIRST_TOKEN: 1}
 
 
 def config(workdir: pathlib.Path, **fields) -> SafetyConfig:
@@ -19,16 +22,18 @@ def config(workdir: pathlib.Path, **fields) -> SafetyConfig:
     return SafetyConfig(**(sizes | fields))
 
 
-def test_all_parts_are_measured_and_written(tmp_path: pathlib.Path) -> None:
-    results = safety_cost.run(config(tmp_path))
-    assert set(results["parts"]) == set(PARTS)
+@pytest.mark.parametrize("parts", variants.some([PARTS, (STEP,), (FIRST_TOKEN,)], [(FIRST_TOKEN,)]))
+def test_parts_are_measured_and_written(tmp_path: pathlib.Path, parts: tuple[str, ...]) -> None:
+    results = safety_cost.run(config(tmp_path, parts=parts))
+    assert set(results["parts"]) == set(parts)
     claims = [x for part in results["parts"].values() for x in part["claims"]]
-    assert len(claims) == 3 + 2 + 1
+    assert len(claims) == sum(CLAIMS[part] for part in parts)
     assert all(x["turns"] == 2 and x["ratio"] > 0 for x in claims)
-    facts = results["parts"]["first_token"]["facts"]
-    assert (facts["resumed"], facts["computed"]) == (32, 5) and facts["restored_bytes"] > 0
+    if FIRST_TOKEN in parts:
+        facts = results["parts"][FIRST_TOKEN]["facts"]
+        assert (facts["resumed"], facts["computed"]) == (32, 5) and facts["restored_bytes"] > 0
     written = json.loads((tmp_path / "results.json").read_text())
-    assert set(written["parts"]) == set(PARTS)
+    assert set(written["parts"]) == set(parts)
     report = (tmp_path / "report.md").read_text()
     assert "2 rows x 4 pages" in report and (tmp_path / "safety_cost.png").stat().st_size > 1_000
 

@@ -12,6 +12,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from absl.testing import absltest, parameterized
 
 import models
@@ -95,6 +96,7 @@ class LearningTest(TemporaryTest):
 
 
 class ResumeTest(TemporaryTest):
+    @pytest.mark.full
     def test_a_run_that_was_interrupted_three_times_is_bitwise_the_same(self):
         whole = training.run(tiny(self.dir / "whole"))
         for at in (5, 23, 36):  # before the first checkpoint, between two, right after one

@@ -6,6 +6,7 @@ from hetero_kv import bundle_files, snapshot
 from hetero_kv.faults import kinds
 from hetero_kv.faults.kinds import Case
 from hetero_kv.faults.trial import SILENT
+from tests import variants
 from tests.hetero_kv.engine import world
 from tests.hetero_kv.engine.faults_test import NUMBER, tamper, warmed
 from tests.hetero_kv.faults.matrix_test import bench, run, with_all_on
@@ -14,10 +15,7 @@ from tests.models import families
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(x, marks=pytest.mark.full if x in families.PACKED else ())
-        for x in families.every()
-    ],
+    variants.some(families.every(), set(families.every()) - {*families.PACKED}),
 )
 def test_warm_equals_cold_through_the_engine(name: str) -> None:
     store = world.store(name)
@@ -42,15 +40,9 @@ def one_each(cases: list[Case]) -> list[Case]:
     return list(found.values())
 
 
-QUICK = ("gpt_oss", "qwen3_next")  # History and windows; recurrent state
-
-
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(x, marks=() if x in QUICK else pytest.mark.full)
-        for x in ("packed", *families.every())
-    ],
+    variants.some(("packed", *families.every()), ("qwen3_next",)),  # History and recurrent state
 )
 def test_a_fault_of_every_component_is_caught(name: str, tmp_path) -> None:
     made = bench(name)

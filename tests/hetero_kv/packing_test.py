@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero_kv.packing import LOWEST, POISON, Packing
+from tests import variants
 from tests.oracle import packing as reference
 from tests.oracle.packing import E2M1, E4M3
 
@@ -207,7 +208,9 @@ def test_the_sign_of_every_value(name: str) -> None:
         packing.sign(packing.width)
 
 
-@pytest.mark.parametrize("name", ["small entry", "small index key", "window of heads"])
+@pytest.mark.parametrize(
+    "name", variants.some(["small entry", "small index key", "window of heads"], ["small entry"])
+)
 def test_transformations_change_no_bit(name: str) -> None:
     packing = PACKINGS[name]
     rows = various(packing, 6, seed=3).reshape(2, 3, -1)

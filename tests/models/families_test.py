@@ -12,6 +12,7 @@ from hetero_kv.contract import History, Window
 from hetero_kv.pages.layout import Paging
 from hetero_kv.state import Cache
 from models import hf
+from tests import variants
 from tests.hetero_kv.pages.convert import owner, reserve
 from tests.models import families, tiny
 from tests.parity import families as parity
@@ -30,7 +31,11 @@ def test_equals_hugging_face(golden: str) -> None:
     np.testing.assert_allclose(forward(params, tokens), want, atol=tolerance(golden), rtol=0)
 
 
-@pytest.mark.parametrize("name", families.names())
+# Of each kind of mechanism; every family goes through the engine (../hetero_kv/families_test.py).
+KINDS = ("deepseek_v32", "gpt_oss", "nemotron_h", "qwen3_next")
+
+
+@pytest.mark.parametrize("name", variants.some(families.names(), KINDS))
 def test_prefill_in_pieces_and_decode(name: str) -> None:
     golden = next(x for x in families.goldens() if x.startswith(name))
     (model, params), (tokens, want) = families.load(golden), families.expected(golden)

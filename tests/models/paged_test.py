@@ -19,6 +19,7 @@ from hetero_kv.prefix import Identity, PrefixStore
 from hetero_kv.prefix.transfer import transfer_for
 from hetero_kv.state import Cache
 from models.decoder import Decoder
+from tests import variants
 from tests.hetero_kv.pages import convert
 from tests.hetero_kv.pages.convert import owner, reserve
 from tests.models import tiny
@@ -88,9 +89,7 @@ def run(length: int, other: int) -> Cache:
     return tiny.copy(_run(length, other))
 
 
-@pytest.mark.parametrize(
-    "name", [PLAIN, *(pytest.param(x, marks=pytest.mark.full) for x in ("full_mixed", "scanned"))]
-)
+@pytest.mark.parametrize("name", variants.some((PLAIN, "full_mixed", "scanned"), (PLAIN,)))
 def test_pages_have_the_bits_of_a_contiguous_cache(name: str) -> None:
     made, params = model(name)
     rows, pages, tokens = tiny.empty(made), empty(name), tiny.tokens()
@@ -109,6 +108,7 @@ def test_pages_have_the_bits_of_a_contiguous_cache(name: str) -> None:
     assert verdict.ok.all(), [validate.describe(made.cache_spec, verdict, r) for r in (0, 1)]
 
 
+@pytest.mark.full
 def test_decode_many_and_replay() -> None:
     made, params = model(PLAIN)
     tokens, results = tiny.tokens(), []
@@ -129,7 +129,7 @@ def test_decode_many_and_replay() -> None:
     assert_same(made, results[1][1], results[0][1])
 
 
-@pytest.mark.parametrize("release_first", [False, True])
+@pytest.mark.parametrize("release_first", variants.some((False, True), (True,)))
 def test_a_prefix_is_shared_without_copying(release_first: bool) -> None:
     made, params = model(PLAIN)
     spec, tokens = made.cache_spec, tiny.tokens()

@@ -70,7 +70,8 @@ def test_rejected_tokens_leave_no_trace(length: int, size: int) -> None:
             assert got.tobytes() == again.tobytes()
 
 
-@pytest.mark.parametrize("length", [pytest.param(13, marks=pytest.mark.full), 16])
+@pytest.mark.full
+@pytest.mark.parametrize("length", [13, 16])
 @pytest.mark.parametrize("size", SIZES)
 def test_pages_count_what_was_accepted(length: int, size: int) -> None:
     """Bits of a contiguous cache, and a page table as if nothing else had been drafted."""

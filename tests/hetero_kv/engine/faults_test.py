@@ -10,6 +10,7 @@ import pytest
 from hetero_kv import Engine, Request
 from hetero_kv.guard import LeakedShape
 from hetero_kv.requests import FAILED, FINISHED, REUSE_OFF, Result
+from hetero_kv.scheduler import Entry
 from tests.hetero_kv.engine import world
 
 COMPONENTS = ("csa entries", "csa index keys", "windows", "tails")
@@ -134,6 +135,35 @@ def test_a_share_is_shadowed() -> None:
     list(made.generate([world.request(NUMBER)] * 40))
     shadowed = sum(world.count(made, "audits_total", outcome=x) for x in ("same", "skipped"))
     assert 8 < shadowed < 32 and world.count(made, "audits_total", outcome="differs") == 0
+
+
+def test_a_shadow_is_compared_with_the_run_that_was_served(monkeypatch) -> None:
+    """It waits for its turn while the request starts over and goes wrong again on the way."""
+    made = warmed("shadow", chunks_per_step=1)
+    handle = made.submit(Request(world.request(NUMBER).tokens, 12))
+
+    def steps_until(found) -> Entry:
+        for _ in range(50):
+            made.step()
+            if entries := found():
+                return entries[0]
+        raise AssertionError("it never came to that")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made.reuser, "audit", lambda: False)
+        entry = steps_until(made.scheduler.decoding)
+        audit = made.reuser.audits[handle]
+        assert audit.served is not None
+        assert world.damage(made, entry.slot, "windows", evidence=True)
+        steps_until(lambda: [x for x in made.scheduler.prefilling() if x.run.position])
+        while entry.run.position < audit.length - 8:
+            made.step()
+        assert world.damage(made, entry.slot, "windows", evidence=True)
+        made.step()
+    world.drain(made)
+    assert made.result(handle).status == FAILED and world.count(made, "verdicts_total") == 2
+    assert world.count(made, "audits_total", outcome="differs") == 0
+    assert world.count(made, "audits_total", outcome="same") == 1
 
 
 def refused_beside_a_mate(made: Engine) -> Result:

@@ -73,6 +73,7 @@ def test_what_follows_is_never_published():
     assert start == 112 and store.explain(longer).plan.candidate_length == 120
 
 
+@pytest.mark.full
 def test_the_error_shrinks_to_nothing():
     b = bench("fine")
     chunk, exact = b.spec.chunk, int(b.spec.replay_length)
@@ -90,6 +91,7 @@ def test_the_error_shrinks_to_nothing():
         assert errors[0] == errors[1] > errors[2] > errors[3] == errors[4] == 0
 
 
+@pytest.mark.full
 def test_a_prompt_too_short_for_a_replay():
     b = bench("fine")
     for n in (8, 17):

@@ -8,24 +8,18 @@ import pytest
 from hetero_kv import validate
 from hetero_kv.prefix.baseline import HashOnlyStore
 from hetero_kv.prefix.store import PrefixStore
+from tests import variants
 from tests.hetero_kv.prefix.benches import MATE, ROW, bench, reset
 from tests.hetero_kv.prefix.stores import plain_metrics
 from tests.models import families
 
 POLICIES = ("full", "periodic:2", "end", "fork", "zero")
-# "nsa" has all kinds of leaves; every family goes through the store in the engine's tests too.
-MODELS = [
-    *("tiny", "full", "nsa"),
-    *(pytest.param(name, marks=pytest.mark.full) for name in ("v4", *families.names())),
-]
+# Every family goes through the store in the engine's tests too.
+MODELS = variants.some(("tiny", "full", "v4", *families.names()), ("tiny", "full"))
 CASES = [
-    *(("tiny", policy) for policy in POLICIES),
-    *(
-        pytest.param(name, policy, marks=pytest.mark.full)
-        for name in ("v4", *families.every())
-        for policy in POLICIES
-    ),
+    *((x, policy) for x in ("tiny", "v4", *families.every()) for policy in POLICIES),
 ]
+CASES = variants.some(CASES, CASES[: len(POLICIES)])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -48,7 +42,7 @@ def test_every_multiple_of_g_resumes_exactly(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["tiny", *(pytest.param(x, marks=pytest.mark.full) for x in ("v4", *families.every()))],
+    variants.some(("tiny", "v4", *families.every()), ("tiny",)),
 )
 def test_what_comes_from_disk_resumes_exactly(name, tmp_path):
     b, n = bench(name), 89

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from hetero_kv.prefix.store import PrefixStore
+from tests import variants
 from tests.hetero_kv.prefix.benches import MATE, Bench, bench, reset
 from tests.hetero_kv.prefix.threads import in_threads
 
@@ -40,7 +41,7 @@ def forks(b: Bench, policy: str, offsets, n: int, more: int) -> list[int]:
     return starts
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", variants.some(POLICIES, ("full", "fork", "zero")))
 def test_forks_around_every_kind_of_boundary(policy):
     starts = forks(bench("tiny"), policy, QUICK, n=89, more=20)
     first, second = starts[::2], starts[1::2]
