@@ -108,7 +108,7 @@ class TimingTest(absltest.TestCase):
 
 class FilledCacheTest(absltest.TestCase):
     def test_evidence_agrees_with_length(self):
-        model = models.build(tiny().small.model)
+        model = models.build(bench_config.small().model.replace(layer_types=("swa", "csa") * 2))
         cache = weights.filled_cache(model, 2, 27, 64, seed=0)
         self.assertEqual(cache.length.tolist(), [27, 27])
         kinds = set()

@@ -8,7 +8,9 @@ from tests.models import tiny
 
 
 def test_prepared_weights_give_the_same_logits() -> None:
-    config = tiny.model("v4")[0].config.replace(layer_types=("csa",), mlp_types=("moe",))
+    config = tiny.model("v4")[0].config.replace(
+        layer_types=("swa",), mlp_types=("moe",), hc_streams=0
+    )
     apart = models.build(config.replace(scan_layers=False))
     params = apart.init(jax.random.key(0))
     prepared = apart.prepare(params)
@@ -25,7 +27,7 @@ def test_prepared_weights_give_the_same_logits() -> None:
     # Nothing but the experts is copied.
     assert prepared["embed"] is params["embed"]
     assert jax.tree.structure(apart.prepare(prepared)) == jax.tree.structure(prepared)
-    repeated = config.replace(layer_types=("csa",) * 3, mlp_types=("moe",) * 3, scan_layers=True)
+    repeated = config.replace(layer_types=("swa",) * 3, mlp_types=("moe",) * 3, scan_layers=True)
     scanned = models.build(repeated)
     weights = scanned.init(jax.random.key(0))
     same = jax.tree.map(lambda a, b: a is b, weights, scanned.prepare(weights))
