@@ -3,6 +3,7 @@
 import pathlib
 import tempfile
 
+import pytest
 from absl.testing import absltest
 
 from experiments import bench_kernels, config_tools, tune
@@ -41,6 +42,7 @@ class BenchKernelsTest(absltest.TestCase):
             self.assertEqual(row["checked"], "interpret")
             self.assertGreater(row["agrees"], 0.99)
 
+    @pytest.mark.full
     def test_a_kernel_that_cannot_is_told(self):
         config = self.config(ops=("indexer",), implementation="pallas_gpu")
         plain, quantised = bench_kernels.run(config)["rows"]

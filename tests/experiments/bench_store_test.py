@@ -3,6 +3,7 @@
 import pathlib
 import tempfile
 
+import pytest
 from absl.testing import absltest, parameterized
 
 from experiments import bench_store, config_tools
@@ -31,6 +32,7 @@ class BenchStoreTest(parameterized.TestCase):
         report = pathlib.Path(config.workdir) / "quick" / "report.md"
         self.assertIn("## Control plane", report.read_text())
 
+    @pytest.mark.full
     def test_restoring_beside_prefilling(self):
         config = self.config(parts=("restore_bench",))
         (row,) = bench_store.run(config)["parts"]["restore_bench"]

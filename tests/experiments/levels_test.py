@@ -27,6 +27,7 @@ def run(tmp_path_factory) -> tuple[LevelsConfig, dict]:
     return made, levels.run(made)
 
 
+@pytest.mark.full
 def test_every_level_is_run(run) -> None:
     made, results = run
     assert list(results["cells"]) == ["hybrid/40", "hybrid/70", "full/40", "full/70"]
@@ -48,6 +49,7 @@ def test_every_level_is_run(run) -> None:
     assert len(shown.claims) == 2 * 5
 
 
+@pytest.mark.full
 def test_operations_by_level(run) -> None:
     _, results = run
     cell = results["cells"]["hybrid/70"]
@@ -68,12 +70,14 @@ def test_operations_by_level(run) -> None:
     assert counted["across 0.9"]["token"] == counted["request"]["token"] == step(71)
 
 
+@pytest.mark.full
 def test_finished_cells_are_kept(run, monkeypatch: pytest.MonkeyPatch) -> None:
     made, results = run
     monkeypatch.setattr(levels, "run_cell", lambda *_: pytest.fail("it is finished"))
     assert levels.run(made)["cells"] == json.loads(json.dumps(results["cells"]))
 
 
+@pytest.mark.full
 def test_claims_compare_seconds_with_operations(run) -> None:
     _, results = run
     cells = json.loads(json.dumps(list(results["cells"].values())))

@@ -12,6 +12,9 @@ from tests.hetero_kv.engine.faults_test import NUMBER, tamper, warmed
 from tests.hetero_kv.faults.matrix_test import bench, run, with_all_on
 from tests.models import families
 
+# Audits compile the prefill once more; all families have them in the full tests below.
+AUDITED = ("nsa", "qwen3_next")
+
 
 @pytest.mark.parametrize(
     "name",
@@ -19,14 +22,15 @@ from tests.models import families
 )
 def test_warm_equals_cold_through_the_engine(name: str) -> None:
     store = world.store(name)
-    made = world.engine("validated", name, store=store, audit_share=1.0)
+    audited = name in AUDITED
+    made = world.engine("validated", name, store=store, audit_share=1.0 if audited else 0.0)
     for _ in range(2):
         handles = {made.submit(world.request(x)): x for x in range(6)}
         world.drain(made)
         for handle, number in handles.items():
             world.same_answer(made.result(handle), number, name)
     assert world.count(made, "prompt_tokens_total", how="reused") > 0
-    assert world.count(made, "audits_total", outcome="same") > 0
+    assert (world.count(made, "audits_total", outcome="same") > 0) == audited
     assert world.count(made, "audits_total", outcome="differs") == 0
     world.settled(made)
 

@@ -160,6 +160,7 @@ def sensitivity(leaf: str, kind: str) -> float:
     return float(np.sqrt(np.mean((one - two) ** 2)) / np.sqrt(np.mean(one**2)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("leaf", ["kv", pytest.param("window", marks=pytest.mark.full)])
 def test_finer_layouts_change_less(leaf: str) -> None:
     errors = {kind: sensitivity(leaf, kind) for kind in ("int8", "fp8_f32", "fp4")}
@@ -168,6 +169,7 @@ def test_finer_layouts_change_less(leaf: str) -> None:
     assert errors["int8"] < 0.02 and errors["fp8_f32"] < 0.06 and errors["fp4"] < 0.3
 
 
+@pytest.mark.full
 def test_training_passes_gradients_through() -> None:
     made, params = tiny.model(NAME)
     tokens = tiny.tokens()[:, :20]

@@ -7,6 +7,7 @@ import pytest
 
 from hetero_kv.guard import Guard, LeakedShape
 from hetero_kv.rows import Rows
+from tests import variants
 from tests.hetero_kv.engine import world
 from tests.hetero_kv.engine.schedules_test import Schedule
 
@@ -42,7 +43,7 @@ def test_numpy_and_device_arrays_are_one_bucket() -> None:
     assert not guard.leaks
 
 
-@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@pytest.mark.parametrize("paged", variants.some([False, True], [True]))
 def test_all_that_can_happen_compiles_each_function_once(paged: bool) -> None:
     """Every mode, form, length, preemption and fault of the random schedules, counted anew."""
     rows = world.engine(paged=paged).rows

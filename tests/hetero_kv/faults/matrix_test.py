@@ -76,19 +76,27 @@ def with_guards_off(made: Bench, some, directory) -> None:
     assert set(silent) == set(kinds.CHECKS), silent
 
 
+def sampled(made: Bench) -> list[kinds.Case]:
+    """Every kind at every moment; all lines and components are in the full product."""
+    return list({(x.kind, x.moment): x for x in kinds.covering(made.cases())}.values())
+
+
 def test_a_covering_sample(tmp_path) -> None:
     made = bench()
     assert made.outputs == 2 * 4 + 1
-    sample = kinds.covering(made.cases())
-    with_all_on(made, sample, tmp_path / "on")
-    with_all_off(made, sample, tmp_path / "off")
-    with_guards_off(made, sample, tmp_path / "without")
+    with_all_on(made, sampled(made), tmp_path / "on")
+    with_all_off(made, sampled(made), tmp_path / "off")
+
+
+@pytest.mark.full
+def test_every_check_is_needed(tmp_path) -> None:
+    made = bench()
+    with_guards_off(made, kinds.covering(made.cases()), tmp_path)
 
 
 def test_a_covering_sample_in_pages(tmp_path) -> None:
-    """Every kind at every moment; all lines and components are in the full product."""
     made = bench("small", PagedBench)
-    sample = list({(x.kind, x.moment): x for x in kinds.covering(made.cases())}.values())
+    sample = sampled(made)
     assert {x.moment for x in sample} == set(kinds.MOMENTS) and len({x.kind for x in sample}) >= 14
     with_all_on(made, sample, tmp_path / "on")
     with_all_off(made, sample, tmp_path / "off")
