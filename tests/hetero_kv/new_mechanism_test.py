@@ -173,6 +173,7 @@ def test_reuse_through_the_store(made) -> None:
         assert lease.resumable_length == 24
 
 
+@pytest.mark.full
 def test_faults_are_caught_and_bite(made, tmp_path) -> None:
     model, params = made
     rng, length = np.random.default_rng(0), 2 * model.cache_spec.granularity

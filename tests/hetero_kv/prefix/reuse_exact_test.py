@@ -15,7 +15,7 @@ from tests.models import families
 
 POLICIES = ("full", "periodic:2", "end", "fork", "zero")
 # Every family goes through the store in the engine's tests too.
-MODELS = variants.some(("tiny", "full", "v4", *families.names()), ("tiny", "full"))
+MODELS = variants.some(("tiny", "full", "v4", *families.names()), ("tiny",))
 CASES = [
     *((x, policy) for x in ("tiny", "v4", *families.every()) for policy in POLICIES),
 ]
