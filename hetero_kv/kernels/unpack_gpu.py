@@ -1,0 +1,185 @@
+"""Quantised rows made float32 in a GPU's registers: what is fetched is the packed bytes.
+
+The bits are those of `Packing.unpack`. A warpgroup takes 64 rows and 64 channels at a time, in the
+layout of a product's operand: codes lie as bytes where their channels are, and a row's scales are
+brought to its threads by a sum over lanes of which one counts. The two bytes of a bfloat16 cannot
+be joined where they are loaded (no reference may be read as another type than it was written as):
+they pass through `scratch`, the low ones and the high ones apart.
+
+Copies need rows whose bytes are a multiple of 128 (the copy engine takes multiples of 16 and writes
+to multiples of 128 bytes): pack with `align=128`. Rows of 4-bit codes have their even channels
+first and then their odd ones, see `order`.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from hetero_kv.kernels import hopper
+from hetero_kv.kernels.hopper import ROWS
+from hetero_kv.packing import KINDS, TINY, Packing, as_float, decode
+
+BOX = 128  # bytes of a row that one copy brings; they lie as [row bytes / BOX, rows, BOX]
+PIECE = 64  # channels that are unpacked at a time
+
+
+def check(name: str, packing: Packing) -> None:
+    """Raises NotImplementedError for rows that cannot be unpacked."""
+    own = Unpack(packing)
+    if packing.bytes % BOX:
+        raise NotImplementedError(
+            f"{name}: {packing.kind} rows of {packing.bytes} bytes; the copy engine needs a "
+            f"multiple of {BOX}: pack them with align={BOX}"
+        )
+    if packing.width % (PIECE * own.codes_of_byte):
+        raise NotImplementedError(
+            f"{name}: {packing.kind} rows of {packing.width} values; a multiple of "
+            f"{PIECE * own.codes_of_byte}"
+        )
+    first, size = own.offset["scales"], packing.sections["scales"]
+    if first // BOX != (first + size - 1) // BOX or first % 2:
+        raise NotImplementedError(
+            f"{name}: scales at bytes {first} to {first + size - 1} of {packing.kind} rows; they "
+            f"must lie within {BOX} bytes"
+        )
+
+
+def memory(packing: Packing, rows: int, stages: int) -> Any:
+    """Shared memory for packed rows, u8[stages, boxes, rows, BOX]."""
+    return plgpu.SMEM((stages, packing.bytes // BOX, rows, BOX), jnp.uint8)
+
+
+def scratch() -> tuple[Any, Any]:
+    """Shared memory that `Unpack.piece` needs for bfloat16 values of 64 rows; of one warpgroup."""
+    return plgpu.SMEM((ROWS, PIECE, 2), jnp.uint8), plgpu.SMEM((ROWS, PIECE), jnp.float32)
+
+
+def boxes(source: Any, target: Any, packing: Packing, barrier: Any) -> None:
+    """Starts the copies of packed rows [n, bytes] to [boxes, n, BOX]."""
+    for box in range(packing.bytes // BOX):
+        plgpu.copy_gmem_to_smem(source.at[:, pl.ds(box * BOX, BOX)], target.at[box], barrier)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unpack:
+    """How rows of a packing are read. Sections of a row are at `offset`."""
+
+    packing: Packing
+
+    @functools.cached_property
+    def offset(self) -> dict[str, int]:
+        """The first byte of every section."""
+        sizes = self.packing.sections
+        ends = np.cumsum(list(sizes.values())).tolist()
+        return {name: end - sizes[name] for name, end in zip(sizes, ends, strict=True)}
+
+    @property
+    def codes_of_byte(self) -> int:
+        """1, or 2 where codes have 4 bits."""
+        return 8 // KINDS[self.packing.kind].code.bits
+
+    @property
+    def order(self) -> np.ndarray | None:
+        """The channels in the order in which `piece` counts them; None: as they are."""
+        if self.codes_of_byte == 1:
+            return None
+        return np.arange(self.packing.width).reshape(-1, 2).T.reshape(-1)
+
+    def piece(self, raw: Any, first: int, scratch: Any = None) -> jax.Array:
+        """f32[64, 64]: channels `first ..` of rows in shared memory, u8[boxes, 64, BOX].
+
+        scratch: needed for bfloat16 values; every thread of the warpgroup must call this.
+        """
+        own = self.packing
+        if first >= own.coded:
+            return self._rope(raw, first, scratch)
+        values = self._coded(raw, first)
+        if first + PIECE > own.coded:
+            lane = _lane(PIECE)
+            values = jnp.where(lane < own.coded - first, values, self._rope(raw, first, scratch))
+        return values
+
+    def _coded(self, raw: Any, first: int) -> jax.Array:
+        own, code = self.packing, KINDS[self.packing.kind].code
+        half = own.width // 2 if self.codes_of_byte == 2 else own.width
+        codes = _bytes(raw, first % half, PIECE)
+        if code.bits == 4:
+            codes = _right(codes, 4) if first >= half else codes & 15
+        lane, many = _lane(PIECE), own.group // self.codes_of_byte
+        last = min(first % half + PIECE, own.coded) - 1
+        scale = None
+        for g in range(first % half // many, last // many + 1):
+            one = jax.lax.broadcast_in_dim(self._scale(raw, g), (ROWS, PIECE), [0])
+            near = lane < g * many - first % half
+            scale = one if scale is None else jnp.where(near, scale, one)
+        values = decode(code, codes) * scale
+        return jnp.where(jnp.abs(values) < TINY, 0.0, values)
+
+    def _scale(self, raw: Any, group: int) -> jax.Array:
+        """f32[64], the scale of each row."""
+        own = self.packing
+        size = own.sections["scales"]
+        many = -(-size // 8) * 8
+        begin = self.offset["scales"]
+        first = min(begin, begin // BOX * BOX + BOX - many)
+        found, lane = _bytes(raw, first, many), _lane(many)
+
+        def number(at: int, bytes_: int) -> jax.Array:
+            parts = jnp.zeros_like(found)
+            for i in range(bytes_):
+                parts = jnp.where(lane == at + i - first, found << 8 * i, parts)
+            return jnp.sum(parts.astype(jnp.float32), axis=1).astype(jnp.int32)
+
+        if KINDS[own.kind].e8m0:
+            power = number(begin + group, 1)
+            return jnp.where(power == 255, math.nan, as_float(power << 23))
+        low, high = (number(begin + 4 * group + at, 2) for at in (0, 2))
+        return as_float(low | high << 16)
+
+    def _rope(self, raw: Any, first: int, scratch: Any) -> jax.Array:
+        own, (pairs, values) = self.packing, scratch
+        begin = max(first, own.coded)
+        at = self.offset["rope"] + 2 * (begin - own.coded)
+        end = at + 2 * (first + PIECE - begin)
+        channels = pl.ds(begin - first, first + PIECE - begin)
+        channel = begin - first
+        while at < end:
+            size = min(end, (at // BOX + 1) * BOX) - at
+            found = hopper.load(raw.at[at // BOX, :, pl.ds(at % BOX, size)], _flat(size))
+            pairs[:, pl.ds(channel, size // 2), :] = found.reshape(ROWS, size // 2, 2)
+            channel, at = channel + size // 2, at + size
+        plgpu.commit_smem()
+        low, high = (
+            hopper.load(pairs.at[:, channels, half], _flat(channels.size)).astype(jnp.int32)
+            for half in (0, 1)
+        )
+        values[:, channels] = as_float(low << 16 | high << 24)
+        plgpu.commit_smem()
+        found = hopper.load(values, plgpu.Layout.WGMMA)
+        return found if own.dtype == "float32" else jnp.where(jnp.abs(found) < TINY, 0.0, found)
+
+
+def _flat(width: int) -> Any:
+    """The layout of arrays [64, width] that can be stored, and loaded, with any strides."""
+    return plgpu.Layout.WG_STRIDED((ROWS, width), vec_size=1)
+
+
+def _lane(width: int) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, (ROWS, width), 1, layout=plgpu.Layout.WGMMA)
+
+
+def _bytes(raw: Any, first: int, width: int) -> jax.Array:
+    """i32[64, width]: bytes `first ..` of rows, within one box."""
+    source = raw.at[first // BOX, :, pl.ds(first % BOX, width)]
+    return hopper.load(source, plgpu.Layout.WGMMA).astype(jnp.int32)
+
+
+def _right(x: jax.Array, by: int) -> jax.Array:
+    return jax.lax.shift_right_logical(x, jnp.full_like(x, by))
