@@ -79,9 +79,7 @@ def add(
     plgpu.commit_smem()
     sums = [
         old * spread(shrink, 0, part.size)
-        + pl.run_scoped(
-            functools.partial(product, part), plgpu.ACC((ROWS, part.size), jnp.float32)
-        )
+        + pl.run_scoped(functools.partial(product, part), plgpu.ACC((ROWS, part.size), jnp.float32))
         for old, part in zip(state.sums, parts, strict=True)
     ]
     return State(sums, top, state.total * shrink + jnp.sum(p, axis=1))

@@ -56,9 +56,11 @@ def memory(packing: Packing, rows: int, stages: int) -> Any:
     return plgpu.SMEM((stages, packing.bytes // BOX, rows, BOX), jnp.uint8)
 
 
-def scratch() -> tuple[Any, Any]:
-    """Shared memory that `Unpack.piece` needs for bfloat16 values of 64 rows; of one warpgroup."""
-    return plgpu.SMEM((ROWS, PIECE, 2), jnp.uint8), plgpu.SMEM((ROWS, PIECE), jnp.float32)
+def scratch(packing: Packing, rows: int) -> tuple:
+    """Shared memory that `Unpack` needs for bfloat16 values; of one warpgroup."""
+    if not packing.rope:
+        return ()
+    return plgpu.SMEM((rows, PIECE, 2), jnp.uint8), plgpu.SMEM((rows, PIECE), jnp.float32)
 
 
 def boxes(source: Any, target: Any, packing: Packing, barrier: Any) -> None:
@@ -143,32 +145,77 @@ class Unpack:
         low, high = (number(begin + 4 * group + at, 2) for at in (0, 2))
         return as_float(low | high << 16)
 
+    def fill(self, target: Any, raw: Any, first: int, scratch: Any) -> None:
+        """Puts channels `first ..` into float memory [rows, n], for any multiple of 2 rows.
+
+        As `piece`, but each thread has single values: scales are read row by row.
+        """
+        own, code = self.packing, KINDS[self.packing.kind].code
+        rows, last = target.shape[0], min(first + target.shape[1], self.packing.coded)
+        for at in range(first, last, PIECE):
+            width = min(PIECE, last - at)
+            layout = _flat(rows, width)
+            codes = hopper.load(raw.at[at // BOX, :, pl.ds(at % BOX, width)], layout)
+            lane = plgpu.broadcasted_iota(jnp.int32, (rows, width), 1, layout=layout)
+            line = plgpu.broadcasted_iota(jnp.int32, (rows, width), 0, layout=layout)
+            scale = jnp.zeros_like(lane).astype(jnp.float32)
+            for g in range(at // own.group, (at + width - 1) // own.group + 1):
+                for r in range(rows):
+                    here = (line == r) & (lane >= g * own.group - at)
+                    scale = jnp.where(here, self._scale_of(raw, r, g), scale)
+            values = decode(code, codes.astype(jnp.int32)) * scale
+            values = jnp.where(jnp.abs(values) < TINY, 0.0, values)
+            target[:, pl.ds(at - first, width)] = values.astype(target.dtype)
+        for at in range(max(first, own.coded), first + target.shape[1], PIECE):
+            width = min(PIECE, first + target.shape[1] - at)
+            values = self._joined(raw, at, width, 0, scratch)
+            target[:, pl.ds(at - first, width)] = values.astype(target.dtype)
+
+    def _scale_of(self, raw: Any, row: int, group: int) -> jax.Array:
+        """f32[], the scale of one row."""
+        wide = not KINDS[self.packing.kind].e8m0
+        at = self.offset["scales"] + group * (4 if wide else 1)
+        found = [
+            raw[(at + i) // BOX, row, (at + i) % BOX].astype(jnp.int32)
+            for i in range(4 if wide else 1)
+        ]
+        if wide:
+            return as_float(found[0] | found[1] << 8 | found[2] << 16 | found[3] << 24)
+        return jnp.where(found[0] == 255, math.nan, as_float(found[0] << 23))
+
     def _rope(self, raw: Any, first: int, scratch: Any) -> jax.Array:
-        own, (pairs, values) = self.packing, scratch
-        begin = max(first, own.coded)
-        at = self.offset["rope"] + 2 * (begin - own.coded)
-        end = at + 2 * (first + PIECE - begin)
-        channels = pl.ds(begin - first, first + PIECE - begin)
-        channel = begin - first
+        """f32[64, 64]: channels `first ..`, of which those are right that are bfloat16."""
+        begin = max(first, self.packing.coded)
+        width = first + PIECE - begin
+        values = self._joined(raw, begin, width, begin - first, scratch)
+        scratch[1][:, pl.ds(begin - first, width)] = values
+        plgpu.commit_smem()
+        return hopper.load(scratch[1], plgpu.Layout.WGMMA)
+
+    def _joined(self, raw: Any, first: int, width: int, lane: int, scratch: Any) -> jax.Array:
+        """f32[rows, width] of bfloat16 channels; lane: of the scratch, where they pass through."""
+        rows, channels = raw.shape[1], pl.ds(lane, width)
+        at = self.offset["rope"] + 2 * (first - self.packing.coded)
+        end, pairs = at + 2 * width, scratch[0]
         while at < end:
             size = min(end, (at // BOX + 1) * BOX) - at
-            found = hopper.load(raw.at[at // BOX, :, pl.ds(at % BOX, size)], _flat(size))
-            pairs[:, pl.ds(channel, size // 2), :] = found.reshape(ROWS, size // 2, 2)
-            channel, at = channel + size // 2, at + size
+            found = hopper.load(raw.at[at // BOX, :, pl.ds(at % BOX, size)], _flat(rows, size))
+            pairs[:, pl.ds(lane, size // 2), :] = found.reshape(rows, size // 2, 2)
+            lane, at = lane + size // 2, at + size
         plgpu.commit_smem()
         low, high = (
-            hopper.load(pairs.at[:, channels, half], _flat(channels.size)).astype(jnp.int32)
+            hopper.load(pairs.at[:, channels, half], _flat(rows, width)).astype(jnp.int32)
             for half in (0, 1)
         )
-        values[:, channels] = as_float(low << 16 | high << 24)
-        plgpu.commit_smem()
-        found = hopper.load(values, plgpu.Layout.WGMMA)
-        return found if own.dtype == "float32" else jnp.where(jnp.abs(found) < TINY, 0.0, found)
+        values = as_float(low << 16 | high << 24)
+        if self.packing.dtype == "float32":
+            return values
+        return jnp.where(jnp.abs(values) < TINY, 0.0, values)
 
 
-def _flat(width: int) -> Any:
-    """The layout of arrays [64, width] that can be stored, and loaded, with any strides."""
-    return plgpu.Layout.WG_STRIDED((ROWS, width), vec_size=1)
+def _flat(rows: int, width: int) -> Any:
+    """The layout of arrays [rows, width] that can be stored, and loaded, with any strides."""
+    return plgpu.Layout.WG_STRIDED((rows, width), vec_size=1)
 
 
 def _lane(width: int) -> jax.Array:

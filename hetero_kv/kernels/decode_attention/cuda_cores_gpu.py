@@ -15,9 +15,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hetero_kv.attention.attend import MASKED
 from hetero_kv.kernels import hopper
-from hetero_kv.kernels.decode_attention import fetch_gpu
+from hetero_kv.kernels.decode_attention import tiles_gpu
 from hetero_kv.kernels.decode_attention.plan_gpu import Plan
 from hetero_kv.kernels.hopper import ROWS
+from hetero_kv.kernels.unpack_gpu import Unpack
 
 TILE = 16
 PICK = COPY = 1  # rows that a picked one comes with; the least rows of a copy
@@ -30,7 +31,7 @@ def parts(plan: Plan) -> int:
     return -(-plan.width // COLUMNS)
 
 
-def check(name: str, plan: Plan, stages: int) -> None:
+def check(name: str, plan: Plan) -> None:
     """Raises NotImplementedError for what the kernel cannot take."""
     rows = set(plan.dtypes[1:])
     if len(rows) > 1 or not rows <= {jnp.dtype("float32"), jnp.dtype("bfloat16")}:
@@ -42,28 +43,51 @@ def check(name: str, plan: Plan, stages: int) -> None:
         raise NotImplementedError(
             f"{name}: {plan.width} channels of float32; 64, or a multiple of {COLUMNS} up to 512"
         )
-    size = plan.dtypes[-1].itemsize
-    need = plan.width * (ROWS * 4 + stages * TILE * size) + 2 * parts(plan) * TILE * ROWS * 4
-    if need > hopper.SHARED:
+    if plan.packing and plan.packing.rope > plan.width // parts(plan):
         raise NotImplementedError(
-            f"{name}: {stages} tiles of {plan.width} channels need {need} bytes of shared memory, "
-            f"of {hopper.SHARED}; use fewer stages"
+            f"{name}: {plan.packing.rope} of {plan.width} channels stored as bfloat16; at most "
+            f"{plan.width // parts(plan)}, since one warpgroup joins their bytes"
         )
+
+
+def most_stages(plan: Plan) -> int:
+    """As many tiles as there is room for, up to 2; 1 where there is room for none."""
+    return 2 if shared(plan, 2) <= hopper.SHARED else 1
+
+
+def shared(plan: Plan, stages: int) -> int:
+    """Bytes of shared memory."""
+    return hopper.size((_own(plan), _tiles(plan, stages).memory()))
+
+
+def _own(plan: Plan) -> tuple:
+    """Shared memory for queries and for parts of scores."""
+    many, columns = parts(plan), plan.width // parts(plan)
+    return (
+        plgpu.SMEM((many, ROWS, columns), jnp.float32),
+        plgpu.SMEM((2, many, TILE, ROWS), jnp.float32),
+    )
+
+
+def _tiles(plan: Plan, stages: int) -> tiles_gpu.Tiles:
+    many, columns = parts(plan), plan.width // parts(plan)
+
+    def buffer(stages: int):
+        return plgpu.SMEM((stages, many, TILE, columns), plan.dtypes[-1])
+
+    return tiles_gpu.make(plan, stages, many, buffer, many)
 
 
 def kernel(plan: Plan, splits: int, stages: int, scale: float) -> Callable:
     """What a block runs."""
-    many, columns = parts(plan), plan.width // parts(plan)
+    many, tiles = parts(plan), _tiles(plan, stages)
 
     def run(*refs) -> None:
         pl.run_scoped(
-            functools.partial(_body, plan, splits, stages, scale, refs),
-            plgpu.SMEM((many, ROWS, columns), jnp.float32),
-            plgpu.SMEM((stages, many, TILE, columns), plan.dtypes[-1]),
-            plgpu.SMEM((2, many, TILE, ROWS), jnp.float32),
+            functools.partial(_body, plan, splits, tiles, scale, refs),
+            *_own(plan),
+            tiles.memory(),
             plgpu.Barrier(num_arrivals=many),
-            plgpu.Barrier(num_arrivals=many * TILE // plan.copy, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=many, num_barriers=stages),
             plgpu.Barrier(num_arrivals=many),
             collective_axes="wg",
         )
@@ -71,14 +95,15 @@ def kernel(plan: Plan, splits: int, stages: int, scale: float) -> Callable:
     return run
 
 
-def _body(plan, splits, stages, scale, refs, q, rows, sums, arrived, full, free, joined) -> None:
-    layer, count, live, q_all, *refs = refs
+def _body(plan, splits, tiles, scale, refs, q, sums, memory, arrived, joined) -> None:
+    layers, count, live, q_all, *refs = refs
     *refs, out, tops, totals = refs
     many, columns = parts(plan), plan.width // parts(plan)
     row, group = jax.lax.axis_index("row"), jax.lax.axis_index("group")
     split, wg = jax.lax.axis_index("split"), jax.lax.axis_index("wg")
     block = row * plan.groups + group
     steps = jax.lax.div(count[row] - split + splits - 1, splits)
+    tiles.bind(memory, refs, layers, row)
 
     @pl.when(wg == many)
     def _fetch():
@@ -86,21 +111,15 @@ def _body(plan, splits, stages, scale, refs, q, rows, sums, arrived, full, free,
             source = q_all.at[block, :, pl.ds(part * columns, columns)]
             plgpu.copy_gmem_to_smem(source, q.at[part], arrived)
 
+        def copy(source, rows, first: int, barrier) -> None:
+            for part in range(many):
+                there = rows.at[part, pl.ds(first, source.shape[0])]
+                own = source.at[:, pl.ds(part * columns, columns)]
+                plgpu.copy_gmem_to_smem(own, there, barrier)
+
         @pl.loop(0, steps)
         def _(i):
-            slot = jax.lax.rem(i, stages)
-
-            @pl.when(i >= stages)
-            def _():
-                plgpu.barrier_wait(free.at[slot])
-
-            def copy(source, j: int) -> None:
-                for part in range(many):
-                    there = rows.at[slot, part, pl.ds(j * plan.copy, plan.copy)]
-                    own = source.at[:, pl.ds(part * columns, columns)]
-                    plgpu.copy_gmem_to_smem(own, there, full.at[slot])
-
-            fetch_gpu.tile(plan, refs, layer[0], row, split + i * splits, copy)
+            tiles.fetch(i, split + i * splits, copy)
 
     vector, matrix = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
     across = plgpu.Layout.WGMMA.reduce(0)
@@ -115,14 +134,15 @@ def _body(plan, splits, stages, scale, refs, q, rows, sums, arrived, full, free,
     def _compute():
         plgpu.barrier_wait(arrived)
 
-        def part_of_scores(slot, first: int) -> list:
+        def part_of_scores(i, first: int) -> list:
             """This warpgroup's part of the scores of STEP rows, f32[64] each."""
 
             def body(c, found):
                 channels = pl.ds(pl.multiple_of(c * STEP, STEP), STEP)
                 own = hopper.load(q.at[wg, :, channels], matrix)
                 keys = [
-                    hopper.load(rows.at[slot, wg, first + j, channels], across) for j in range(STEP)
+                    hopper.load(tiles.rows(i).at[wg, first + j, channels], across)
+                    for j in range(STEP)
                 ]
                 return [
                     old + own * wide(key.astype(jnp.float32), STEP, 1)
@@ -133,10 +153,19 @@ def _body(plan, splits, stages, scale, refs, q, rows, sums, arrived, full, free,
             return [jnp.sum(x, axis=1) for x in jax.lax.fori_loop(0, columns // STEP, body, start)]
 
         def step(i, carry):
-            slot, tile, turn = jax.lax.rem(i, stages), split + i * splits, jax.lax.rem(i, 2)
-            plgpu.barrier_wait(full.at[slot])
+            tile, turn = split + i * splits, jax.lax.rem(i, 2)
+
+            def unpack(raw, scratch) -> None:
+                for part in range(many):
+
+                    @pl.when(wg == part)
+                    def _(part=part) -> None:
+                        own = tiles.rows(i).at[part]
+                        Unpack(plan.packing).fill(own, raw, part * columns, scratch)
+
+            tiles.wait(i, tile, unpack)
             for first in range(0, TILE, STEP):
-                for j, part in enumerate(part_of_scores(slot, first)):
+                for j, part in enumerate(part_of_scores(i, first)):
                     sums[turn, wg, first + j] = part
             plgpu.barrier_arrive(joined)
             plgpu.barrier_wait(joined)
@@ -163,7 +192,7 @@ def _body(plan, splits, stages, scale, refs, q, rows, sums, arrived, full, free,
                 for p, old in enumerate(acc):
                     old = old * wide(shrink, old.shape[1], 0)
                     for j, weight in enumerate(weights):
-                        there = rows.at[slot, wg, first + j, pl.ds(p * 32, 32)]
+                        there = tiles.rows(i).at[wg, first + j, pl.ds(p * 32, 32)]
                         key = hopper.load(there, across).astype(jnp.float32)
                         here = full_of(live[row, tile, first + j], (32,), across) > 0.5
                         key = jnp.where(here, key, 0.0)
@@ -174,7 +203,7 @@ def _body(plan, splits, stages, scale, refs, q, rows, sums, arrived, full, free,
             for first in range(0, TILE, STEP):
                 carry = add(first, carry)
             plgpu.commit_smem()  # loads are over before a copy may write there
-            plgpu.barrier_arrive(free.at[slot])
+            tiles.done(i)
             return carry
 
         start = (

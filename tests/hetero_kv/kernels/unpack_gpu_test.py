@@ -29,16 +29,16 @@ def _unpack(packing: Packing, interpret: Any = None):
     """The rows f32[64, width] of u8[64, bytes], by a kernel that does nothing else."""
 
     def body(source, out) -> None:
-        def scoped(raw, pairs, values, arrived) -> None:
+        def scoped(raw, scratch, arrived) -> None:
             unpack_gpu.boxes(source, raw.at[0], packing, arrived)
             plgpu.barrier_wait(arrived)
             for first in range(0, packing.width, PIECE):
-                out[:, pl.ds(first, PIECE)] = Unpack(packing).piece(raw.at[0], first, (pairs, values))
+                out[:, pl.ds(first, PIECE)] = Unpack(packing).piece(raw.at[0], first, scratch)
 
         pl.run_scoped(
             scoped,
             unpack_gpu.memory(packing, 64, 1),
-            *unpack_gpu.scratch(),
+            unpack_gpu.scratch(packing, 64),
             plgpu.Barrier(num_arrivals=packing.bytes // unpack_gpu.BOX),
         )
 
