@@ -158,11 +158,11 @@ class Unpack:
             codes = hopper.load(raw.at[at // BOX, :, pl.ds(at % BOX, width)], layout)
             lane = plgpu.broadcasted_iota(jnp.int32, (rows, width), 1, layout=layout)
             line = plgpu.broadcasted_iota(jnp.int32, (rows, width), 0, layout=layout)
-            scale = jnp.zeros_like(lane).astype(jnp.float32)
+            scale = plgpu.layout_cast(jnp.zeros((rows, width), jnp.float32), layout)
             for g in range(at // own.group, (at + width - 1) // own.group + 1):
-                for r in range(rows):
-                    here = (line == r) & (lane >= g * own.group - at)
-                    scale = jnp.where(here, self._scale_of(raw, r, g), scale)
+                there = lane >= g * own.group - at
+                put = functools.partial(self._put_scale, raw, g, line, there)
+                scale = jax.lax.fori_loop(0, rows, put, scale)
             values = decode(code, codes.astype(jnp.int32)) * scale
             values = jnp.where(jnp.abs(values) < TINY, 0.0, values)
             target[:, pl.ds(at - first, width)] = values.astype(target.dtype)
@@ -171,8 +171,16 @@ class Unpack:
             values = self._joined(raw, at, width, 0, scratch)
             target[:, pl.ds(at - first, width)] = values.astype(target.dtype)
 
-    def _scale_of(self, raw: Any, row: int, group: int) -> jax.Array:
-        """f32[], the scale of one row."""
+    def _put_scale(
+        self,
+        raw: Any,
+        group: int,
+        line: jax.Array,
+        there: jax.Array,
+        row: jax.Array,
+        scale: jax.Array,
+    ) -> jax.Array:
+        """The scales f32[rows, n] with those of one row and group, `there`."""
         wide = not KINDS[self.packing.kind].e8m0
         at = self.offset["scales"] + group * (4 if wide else 1)
         found = [
@@ -180,8 +188,10 @@ class Unpack:
             for i in range(4 if wide else 1)
         ]
         if wide:
-            return as_float(found[0] | found[1] << 8 | found[2] << 16 | found[3] << 24)
-        return jnp.where(found[0] == 255, math.nan, as_float(found[0] << 23))
+            one = as_float(found[0] | found[1] << 8 | found[2] << 16 | found[3] << 24)
+        else:
+            one = jnp.where(found[0] == 255, math.nan, as_float(found[0] << 23))
+        return jnp.where((line == row) & there, one, scale)
 
     def _rope(self, raw: Any, first: int, scratch: Any) -> jax.Array:
         """f32[64, 64]: channels `first ..`, of which those are right that are bfloat16."""

@@ -43,8 +43,8 @@ def key(operands: Operands) -> str:
 
 def choose(operands: Operands) -> Tiles:
     """The tile sizes for these shapes: those of the tuning table, else the heuristic."""
-    tiles = Tiles(stages=_body(operands).most_stages(_plan(operands)))
-    return tuning.pick(_NAME, "cuda", key(operands), tiles)
+    room = _body(operands).shared(_plan(operands), 2) <= hopper.SHARED
+    return tuning.pick(_NAME, "cuda", key(operands), Tiles(stages=2 if room else 1))
 
 
 def _body(operands: Operands) -> Any:
@@ -70,6 +70,12 @@ def check(operands: Operands, tiles: Tiles | None = None) -> None:
             raise NotImplementedError(
                 f"{_NAME}: {plan.packing.kind} entries; two channels of a byte would have to be "
                 "put apart, which the indexer's queries follow and those of attention do not"
+            )
+        most = plan.width // body.parts(plan)
+        if plan.packing.rope > most:
+            raise NotImplementedError(
+                f"{_NAME}: {plan.packing.rope} of {plan.width} channels stored as bfloat16; at "
+                f"most {most}, since one warpgroup joins their bytes"
             )
     body.check(_NAME, plan)
     if plan.window_copy % body.COPY or (not plan.packing and plan.copy % body.COPY):

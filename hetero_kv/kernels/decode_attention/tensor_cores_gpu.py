@@ -35,16 +35,6 @@ def check(name: str, plan: Plan) -> None:
         )
     if plan.width % 64 or plan.width > 512:
         raise NotImplementedError(f"{name}: {plan.width} channels; a multiple of 64 up to 512")
-    if plan.packing and plan.packing.rope > plan.width // parts(plan):
-        raise NotImplementedError(
-            f"{name}: {plan.packing.rope} of {plan.width} channels stored as bfloat16; at most "
-            f"{plan.width // parts(plan)}, since one warpgroup joins their bytes"
-        )
-
-
-def most_stages(plan: Plan) -> int:
-    """As many tiles as there is room for, up to 2; 1 where there is room for none."""
-    return 2 if shared(plan, 2) <= hopper.SHARED else 1
 
 
 def shared(plan: Plan, stages: int) -> int:

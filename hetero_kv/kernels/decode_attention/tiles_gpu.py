@@ -6,6 +6,7 @@ of rows only: each warpgroup unpacks its own channels there, and the tile after 
 meanwhile. Rows of a window are floats always, and go where unpacked ones go.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hetero_kv.kernels import hopper, unpack_gpu
+from hetero_kv.kernels.buffers_gpu import Buffers
 from hetero_kv.kernels.decode_attention.plan_gpu import Plan
 
 Copy = Callable[[Any, int, int, Any], None]  # source, first row, rows, barrier; to one buffer
@@ -78,73 +80,71 @@ class Tiles:
 class Floats(Tiles):
     """Rows are stored as they are multiplied."""
 
+    @property
+    def buffers(self) -> Buffers:
+        """Of rows."""
+        many = self.copies * (self.plan.tile // self.plan.copy)
+        return Buffers(self.stages, many, self.parts, self.buffer)
+
     def memory(self) -> tuple:
         """For `pl.run_scoped`."""
-        many = self.copies * (self.plan.tile // self.plan.copy)
-        return (
-            self.buffer(self.stages),
-            plgpu.Barrier(num_arrivals=many, num_barriers=self.stages),
-            plgpu.Barrier(num_arrivals=self.parts, num_barriers=self.stages),
-        )
+        return self.buffers.memory()
 
     def rows(self, i: jax.Array) -> Any:
         """The rows of the i-th tile."""
-        return self.held[0].at[jax.lax.rem(i, self.stages)]
+        return self.buffers.rows(self.held, i)
 
     def fetch(self, i: jax.Array, tile: jax.Array, copy: Copy) -> None:
         """Starts the copies of the i-th tile, which is `tile` of the sequence."""
-        slot = jax.lax.rem(i, self.stages)
-        rows, full, free = self.held
 
-        @pl.when(i >= self.stages)
-        def _() -> None:
-            plgpu.barrier_wait(free.at[slot])
+        def start(rows: Any, barrier: Any) -> None:
+            def one(source: Any, j: int) -> None:
+                copy(source, rows, j * self.plan.copy, barrier)
 
-        def one(source: Any, j: int) -> None:
-            copy(source, rows.at[slot], j * self.plan.copy, full.at[slot])
+            self.choose(tile, lambda: self.window(tile, one), lambda: self.entries(tile, one))
 
-        self.choose(tile, lambda: self.window(tile, one), lambda: self.entries(tile, one))
+        self.buffers.fetch(self.held, i, start)
 
     def wait(self, i: jax.Array, tile: jax.Array, unpack: Callable) -> None:
         """Until the tile is there."""
         del tile, unpack
-        plgpu.barrier_wait(self.held[1].at[jax.lax.rem(i, self.stages)])
+        self.buffers.wait(self.held, i)
 
     def done(self, i: jax.Array) -> None:
         """Says that nothing of the tile will be read any more."""
-        plgpu.barrier_arrive(self.held[2].at[jax.lax.rem(i, self.stages)])
+        self.buffers.done(self.held, i)
 
 
 class PackedEntries(Tiles):
     """Entries are stored as bytes."""
 
+    @property
+    def buffers(self) -> Buffers:
+        """Of bytes."""
+        many = self.plan.packing.bytes // unpack_gpu.BOX * (self.plan.tile // self.plan.copy)
+        memory = functools.partial(unpack_gpu.memory, self.plan.packing, self.plan.tile)
+        return Buffers(self.stages, many, self.parts, memory)
+
     def memory(self) -> tuple:
-        """For `pl.run_scoped`."""
-        plan, packing, parts = self.plan, self.plan.packing, self.parts
-        many = packing.bytes // unpack_gpu.BOX * (plan.tile // plan.copy)
+        """For `pl.run_scoped`: bytes, rows, what unpacking needs, and barriers: for a tile of the
+        window, and for the rows."""
+        plan = self.plan
         return (
+            self.buffers.memory(),
             self.buffer(1),
-            unpack_gpu.memory(packing, plan.tile, self.stages),
-            unpack_gpu.scratch(packing, plan.tile),
+            unpack_gpu.scratch(plan.packing, plan.tile),
             plgpu.Barrier(num_arrivals=self.copies * (plan.tile // plan.window_copy)),
-            plgpu.Barrier(num_arrivals=many, num_barriers=self.stages),
-            plgpu.Barrier(num_arrivals=parts, num_barriers=self.stages),
-            plgpu.Barrier(num_arrivals=parts),
+            plgpu.Barrier(num_arrivals=self.parts),
         )
 
     def rows(self, i: jax.Array) -> Any:
         """The rows of the i-th tile."""
         del i
-        return self.held[0].at[0]
+        return self.held[1].at[0]
 
     def fetch(self, i: jax.Array, tile: jax.Array, copy: Copy) -> None:
         """Starts the copies of the i-th tile, which is `tile` of the sequence."""
-        slot = jax.lax.rem(i, self.stages)
-        _, raw, _, near, full, free, read = self.held
-
-        @pl.when(i >= self.stages)
-        def _() -> None:
-            plgpu.barrier_wait(free.at[slot])
+        packed, _, _, near, read = self.held
 
         def window() -> None:
             @pl.when(i > 0)  # tiles of the window come first: this waits for each of them once
@@ -156,19 +156,18 @@ class PackedEntries(Tiles):
 
             self.window(tile, one)
 
-        def entries() -> None:
+        def start(raw: Any, barrier: Any) -> None:
             def one(source: Any, j: int) -> None:
-                there = raw.at[slot, :, pl.ds(j * self.plan.copy, self.plan.copy), :]
-                unpack_gpu.boxes(source, there, self.plan.packing, full.at[slot])
+                there = raw.at[:, pl.ds(j * self.plan.copy, self.plan.copy), :]
+                unpack_gpu.boxes(source, there, self.plan.packing, barrier)
 
-            self.entries(tile, one)
+            self.choose(tile, window, lambda: self.entries(tile, one))
 
-        self.choose(tile, window, entries)
+        self.buffers.fetch(packed, i, start)
 
     def wait(self, i: jax.Array, tile: jax.Array, unpack: Callable) -> None:
         """Until the tile is there, of which `unpack(raw, scratch)` puts this warpgroup's part."""
-        slot = jax.lax.rem(i, self.stages)
-        _, raw, scratch, near, full, free, read = self.held
+        packed, _, scratch, near, read = self.held
 
         @pl.when(i > 0)
         def _() -> None:
@@ -178,12 +177,12 @@ class PackedEntries(Tiles):
             plgpu.barrier_wait(near)
 
         def entries() -> None:
-            plgpu.barrier_wait(full.at[slot])
-            unpack(raw.at[slot], scratch)
+            self.buffers.wait(packed, i)
+            unpack(self.buffers.rows(packed, i), scratch)
             plgpu.commit_smem()  # loads are over before a copy may write there
 
         self.choose(tile, window, entries)
-        plgpu.barrier_arrive(free.at[slot])
+        self.buffers.done(packed, i)
 
     def done(self, i: jax.Array) -> None:
         """Says that nothing of the tile will be read any more."""

@@ -125,8 +125,11 @@ def test_what_it_cannot_take_is_told() -> None:
         (dict(dtype="float32", dim=256, heads=256), "bytes of shared memory"),
         (dict(dim=32), "multiple of 64"),
         (dict(page=4), "equal groups"),
-        (dict(packing=Packing("fp4", 64)), "36 bytes.*pack them with align=128"),
-        (dict(packing=Packing("fp4", 64, align=128)), "64 values; a multiple of 128"),
+        (dict(packing=Packing("fp4", 64, dtype="bfloat16")), r"36 bytes.*pack them with align=128"),
+        (
+            dict(packing=Packing("fp4", 64, dtype="bfloat16", align=128)),
+            "64 values; a multiple of 128",
+        ),
         (dict(dim=128, packing=KEYS["packing"]), "queries of bfloat16, keys of float32"),
     ]:
         case = Case(visible=(40,), k=8, **{**SIZES, **changes})
