@@ -85,6 +85,8 @@ def _body(plan, buffers, refs, own, held, arrived) -> None:
         plgpu.barrier_wait(arrived)
         position = at.positions(plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=VECTOR))
 
+        bounds = _bounds(refs, row, at) if plan.chosen else ()
+
         def step(i, state):
             buffers.wait(held, i)
 
@@ -92,7 +94,7 @@ def _body(plan, buffers, refs, own, held, arrived) -> None:
                 return jnp.where(at.seen(i, jnp.int32(j))[1], 1.0, 0.0)
 
             def seen(j: int) -> jax.Array:
-                here = there(j) * _picked(at, refs, row, i, j) if plan.chosen else there(j)
+                here = there(j) * _picked(at, refs, row, i, j, bounds) if plan.chosen else there(j)
                 gap = position - at.seen(i, jnp.int32(j))[0]
                 live = (gap >= 0) & (gap < at.reach(i))
                 return live & (filled(here, (ROWS,), VECTOR) > 0.5)
@@ -111,10 +113,16 @@ def _body(plan, buffers, refs, own, held, arrived) -> None:
             out[row, place, channels(p)] = value / spread(total, 0, PIECE)
 
 
-def _picked(at: Block, refs, row, tile, j: int) -> jax.Array:
+def _bounds(refs, row, at: Block) -> tuple[jax.Array, jax.Array]:
+    """`Chosen.low` and `Chosen.cut` of the block's query."""
+    low, cut = refs[-4:-2]
+    return low[row, at.query], cut[row, at.query]
+
+
+def _picked(at: Block, refs, row, tile, j: int, bounds: tuple) -> jax.Array:
     """f32[]: 1 for a key of a window, and for an entry that the block's query has chosen."""
-    order, low, cut = refs[-5:-2]
+    order, (low, cut) = refs[-5], bounds
     entry = at.begin_entry(tile) + j
-    key, low, cut = order[row, at.query, entry], low[row, at.query], cut[row, at.query]
+    key = order[row, at.query, entry]
     chosen = (key > low) | ((key == low) & (entry < cut))
     return jnp.where((chosen & (key != 0)) | (tile < at.window), 1.0, 0.0)

@@ -182,7 +182,7 @@ GPU_SHAPES = {
     "sliding": Shape(64, 128, 3, 72, 0, dtype="bfloat16"),
     "no window": Shape(8, 128, 8, 0, 4, 72, 8, dtype="bfloat16"),
     "float32": Shape(8, 64, 9, 6, 4, 16, 4),
-    "float32, chosen": Shape(64, 256, 2, 20, 4, 64, 2, topk=5),
+    "float32, chosen": Shape(64, 256, 1, 6, 4, 64, 2, topk=5),
     "float32, no window": Shape(16, 64, 8, 0, 4, 32, 8, paged=False),
 }
 
