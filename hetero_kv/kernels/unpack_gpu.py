@@ -43,6 +43,11 @@ def check(name: str, packing: Packing) -> None:
             f"{name}: {packing.kind} rows of {packing.width} values; a multiple of "
             f"{PIECE * own.codes_of_byte}"
         )
+    if packing.coded % 8 or packing.rope % 8 or (packing.rope and own.offset["rope"] % 8):
+        raise NotImplementedError(
+            f"{name}: {packing.kind} rows of {packing.coded} codes and {packing.rope} values of "
+            f"bfloat16 at byte {own.offset['rope']}; multiples of 8"
+        )
     first, size = own.offset["scales"], packing.sections["scales"]
     if first // BOX != (first + size - 1) // BOX or first % 2:
         raise NotImplementedError(

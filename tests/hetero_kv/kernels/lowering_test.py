@@ -121,7 +121,7 @@ def test_the_indexer_is_one_kernel_and_writes_no_scores(platform, dtype, size) -
 
 
 @pytest.mark.parametrize(("platform", "dtype"), CELLS, ids=NAMES)
-@pytest.mark.parametrize("size", strict.quick(SIZES, "tiny", "flash"))
+@pytest.mark.parametrize("size", strict.quick(SIZES, "flash"))
 def test_quantised_rows_are_unpacked_within_the_kernel(platform, dtype, size) -> None:
     sizes, name = SIZES[size], jnp.dtype(dtype).name
     read = dict(align=128, dtype=name) if platform == "cuda" else {}

@@ -19,7 +19,7 @@ PACKINGS = {
     "published rows, half precision": Packing("fp8_rope", 512, 64, 0, "bfloat16", 128),
     "published index keys": Packing("fp4", 128, align=128),
     "rope within a piece": Packing("fp8_rope", 128, rope=16, group=16, align=128),
-    "float scales": Packing("fp8_f32", 256, rope=64, group=64, align=128),
+    "float scales": Packing("fp8_f32", 256, rope=64, group=32, align=128),
     "groups of 8 bits": Packing("fp8_f32", 128, align=128),
     "int8": Packing("int8", 128, dtype="bfloat16", align=128),
 }
@@ -91,6 +91,7 @@ def test_what_it_cannot_take_is_told() -> None:
         (Packing("fp8_rope", 512, rope=64), "584 bytes.*pack them with align=128"),
         (Packing("fp4", 64, align=128), "64 values; a multiple of 128"),
         (Packing("fp8_rope", 96, rope=32, align=128), "96 values; a multiple of 64"),
+        (Packing("fp8_f32", 128, rope=32, group=32, align=128), "at byte 108; multiples of 8"),
     ]:
         with pytest.raises(NotImplementedError, match=message):
             unpack_gpu.check("op", packing)

@@ -57,7 +57,7 @@ PACKED = {
         position=(37, 170),
         ratio=4,
         page=8,
-        packing=Packing("fp8_f32", 128, rope=32, group=32, align=128),
+        packing=Packing("fp8_f32", 128, rope=32, group=48, align=128),
         **{**SIZES, "dtype": "float32"},
     ),
 }
