@@ -23,6 +23,7 @@ NOT_NEGATIVE = (
     "n_shared_experts",
     "hc_streams",
     "block",
+    "cache_align",
 )
 
 

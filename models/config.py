@@ -88,6 +88,9 @@ class DecoderConfig:
     # "fp8_f32", "fp4" or "int8" (`hetero_kv.packing`) and read in cache_dtype. Attention sees what
     # is read, in training too. Leaves that are not named are stored as they are.
     cache_layouts: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    # Bytes that packed rows are a multiple of; 0: each layout's own, as published. Kernels read
+    # them where they are 128: TPUs and GPUs copy whole lanes (zeros fill the rest of a row).
+    cache_align: int = 0
     # Implementation of the decode step's ops: "auto" takes kernels on TPU only (README, Kernels).
     # Training runs a kernel only where one is named; prefill is as "auto" always.
     kernels: str = "auto"  # or "reference", "pallas_tpu", "pallas_gpu", "interpret"

@@ -62,6 +62,11 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # set it to nothing for a run
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+# The interpreter of Mosaic GPU kernels, which came with JAX 0.12, has a warpgroup that waits hold a
+# thread of XLA's pool; there are as many as cores, and with fewer than warpgroups a test can hang.
+if tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) >= (0, 12):
+    os.environ.setdefault("NPROC", str(max(16, os.cpu_count() or 1)))
+
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")

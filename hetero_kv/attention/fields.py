@@ -93,7 +93,8 @@ class Fields:
         return Rope(**({"dim": self.rope_dim, "theta": theta, "yarn": yarn} | own))
 
     def packing(self, leaf: str, width: int, rope: int = 0, group: int = 0) -> Packing | None:
-        """How `cache_layouts` stores the leaf's rows of `width` values; None: as they are.
+        """How `cache_layouts` stores the leaf's rows of `width` values, as multiples of
+        `cache_align` bytes; None: as they are.
 
         rope: rotated channels, the last ones of a row: layouts that may keep bfloat16 values keep
         these. group: values per scale, where a row is several vectors.
@@ -109,7 +110,7 @@ class Fields:
             raise ValueError(f"{about} is no layout of its rows; use one of {', '.join(usable)}")
         try:
             rope = rope if KINDS[kind].rope else 0
-            return Packing(kind, width, rope, group, self.cache_dtype)
+            return Packing(kind, width, rope, group, self.cache_dtype, self.get("cache_align", 0))
         except ValueError as error:
             raise ValueError(f"{about}: {error}") from None
 

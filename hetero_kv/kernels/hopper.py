@@ -1,6 +1,7 @@
 """What kernels for Mosaic GPU share, whatever the JAX version."""
 
 import inspect
+import math
 from typing import Any
 
 import jax
@@ -24,3 +25,9 @@ def swizzled(*shape: int) -> Any:
     """Shared memory of bfloat16 that products read; the last axis is a multiple of 64."""
     transforms = (plgpu.TilingTransform((GROUP, 64)), plgpu.SwizzleTransform(128))
     return plgpu.SMEM(shape, jnp.bfloat16, transforms=transforms)
+
+
+def size(memory: Any) -> int:
+    """Bytes of what is asked for: a tree of shared memory and barriers, those as a page of it."""
+    arrays = [x for x in jax.tree.leaves(memory) if hasattr(x, "dtype")]
+    return 1024 + sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays)

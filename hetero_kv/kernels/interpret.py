@@ -20,6 +20,9 @@ def tpu() -> Any:
 def gpu(detect_races: bool = True) -> Any:
     """What `plgpu.kernel(interpret=...)` takes.
 
+    Each warpgroup that waits holds a thread of XLA's pool, which has as many as the machine has
+    cores: where these are fewer than a block's warpgroups, set NPROC=16 before JAX is imported.
+
     Raises NotImplementedError where this JAX has no interpreter of Mosaic GPU (before 0.12).
     """
     if not hasattr(plgpu, "InterpretGPUParams"):

@@ -66,6 +66,19 @@ def test_the_whole_step_lowers_at_published_sizes(made, kernels: str, platform: 
     assert strict.kernels_in(text, platform) >= 3
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["v4_flash", "v4_pro"])
+def test_the_whole_step_of_packed_rows_lowers_for_gpus(name: str) -> None:
+    """As they are served, in rows that kernels copy: windows, entries and index keys packed."""
+    config = geometries.deployed(name).replace(kernels="pallas_gpu", cache_align=128)
+    model = models.build(config)
+    paging = Paging.of(model.cache_spec, 4, 1 << 20, span=1024)
+    cache = jax.eval_shape(lambda: model.init_paged_cache(4, 1 << 20, paging))
+    arguments = (model.abstract_params(), jax.ShapeDtypeStruct((4,), jnp.int32), cache)
+    text = strict.lowered(lambda *x: model.stack.step(*x, None), "cuda", *arguments)
+    assert strict.kernels_in(text, "cuda") >= 3
+
+
 def test_an_unknown_implementation_is_refused() -> None:
     with pytest.raises(ValueError, match="kernels='fast'"):
         models.build(CONFIG.replace(kernels="fast"))

@@ -144,7 +144,9 @@ def test_layouts_alone_make_another_identity() -> None:
     for kind in ("fp8_f32", "fp4", "int8", None):
         made = models.build(base.replace(cache_layouts={"kv": kind}))
         found.add(Identity.of(made.cache_spec, params, {}, batch=1).digest)
-    assert len(found) == 4
+    made = models.build(base.replace(cache_layouts={"kv": "int8"}, cache_align=128))
+    found.add(Identity.of(made.cache_spec, params, {}, batch=1).digest)
+    assert len(found) == 5
 
 
 @functools.cache
@@ -207,6 +209,47 @@ def test_deployed_models_have_the_published_rows() -> None:
     }
 
 
+def test_aligned_rows_have_more_bytes() -> None:
+    plain = tiny.model(NAME)[0]
+    made = models.build(tiny.config(NAME, cache_align=128))
+    packed = [x.leaf for x in made.cache_spec.slots() if x.leaf.packing]
+    own = [x.leaf for x in plain.cache_spec.slots() if x.leaf.packing]
+    assert packed and len(packed) == len(own)
+    for leaf, before in zip(packed, own, strict=True):
+        assert leaf.packing.align == 128
+        assert leaf.row_bytes == leaf.packing.bytes == -(-before.row_bytes // 128) * 128
+    cache = tiny.empty(made, poison=True)
+    sizes = (x.nbytes for x in jax.tree.leaves(cache))
+    assert made.cache_spec.cache_bytes(tiny.ROWS, tiny.CAPACITY) == sum(sizes)
+
+
+@pytest.mark.full
+def test_aligned_rows_have_the_same_values() -> None:
+    plain, params = tiny.model(NAME)
+    made, tokens = models.build(tiny.config(NAME, cache_align=128)), tiny.tokens()[:, :32]
+    cache = tiny.empty(made, poison=True)
+    got = made.prefill(params, tokens, cache)[0]
+    want = plain.prefill(params, tokens, tiny.empty(plain, poison=True))[0]
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+def test_deployed_models_with_aligned_rows() -> None:
+    sizes = {}
+    for name in geometries.DEPLOYED:
+        spec = models.build(geometries.deployed(name).replace(cache_align=128)).cache_spec
+        sizes |= {(name, x.name): x.leaf.row_bytes for x in spec.slots() if x.leaf.packing}
+    assert sizes == {
+        ("v4_flash", "window"): 640,
+        ("v4_flash", "entries"): 640,
+        ("v4_flash", "index_keys"): 128,
+        ("v4_pro", "window"): 640,
+        ("v4_pro", "entries"): 640,
+        ("v4_pro", "index_keys"): 128,
+        ("v3_2", "latent"): 768,
+        ("v3_2", "index_keys"): 256,
+    }
+
+
 GROUPED = dict(layer_types=("full",), mlp_types=("dense",))
 LAYOUTS = ", ".join(KINDS)
 
@@ -226,6 +269,10 @@ LAYOUTS = ", ".join(KINDS)
         (dict(cache_layouts={"window": "fp8_rope"}, rope_dim=0), "use one of fp8_f32"),
         (dict(cache_layouts={"window": "fp8_rope"}, head_dim=16), "need 0 <= rope < width"),
         (dict(cache_layouts={"entries": "int8"}, cache_dtype="float16"), "not 'float16'"),
+        (
+            dict(cache_layouts={"entries": "int8"}, cache_align=-1),
+            "cache_align=-1: an integer >= 0",
+        ),
         (dict(cache_layouts=["int8"]), "maps names of leaves to layouts"),
         (GROUPED | dict(cache_layouts={"kv": "fp8_rope"}), "'full': .* use one of fp8_f32, fp4"),
         (
@@ -245,6 +292,10 @@ def test_a_layer_type_may_differ() -> None:
     slots = models.build(config).cache_spec.slots()
     found = {(x.kind, x.name): x.leaf.packing.kind for x in slots if x.leaf.packing}
     assert found == {("swa", "window"): "int8", ("csa", "entries"): "fp4"}
+    own["csa"]["cache_align"] = 64
+    slots = models.build(config.replace(attention=own)).cache_spec.slots()
+    found = {(x.kind, x.name): x.leaf.packing.align for x in slots if x.leaf.packing}
+    assert found == {("swa", "window"): 0, ("csa", "entries"): 64}
 
 
 def test_kernels_leave_packed_windows_to_the_reference() -> None:

@@ -49,7 +49,8 @@ def decode_attention(
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
-        NotImplementedError: the named implementation cannot take them: on a GPU, packed rows.
+        NotImplementedError: the named implementation cannot take them: on a GPU, packed entries
+            that are not a multiple of 128 bytes a row, or have two values in a byte.
     """
     operands = checks.as_jax(Operands(q, sinks, layer, window, entries))
     _validate(operands, tile)
@@ -69,7 +70,9 @@ def _backends(scale: float, tile: int, tiles: Any) -> dict[str, dispatch.Backend
             functools.partial(reference.run, scale=scale, tile=tile), packed=True
         ),
         "pallas_tpu": dispatch.Backend(tpu, check, _row_major, packed=True),
-        "pallas_gpu": dispatch.Backend(gpu, functools.partial(pallas_gpu.check, tiles=tiles)),
+        "pallas_gpu": dispatch.Backend(
+            gpu, functools.partial(pallas_gpu.check, tiles=tiles), packed=True
+        ),
         "interpret": dispatch.Backend(
             functools.partial(tpu, interpret=interpret.tpu()), check, packed=True
         ),

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from hetero_kv.kernels import checks, paging, tuning
+from hetero_kv.kernels import checks, hopper, paging, tuning, unpack_gpu
 from hetero_kv.kernels.decode_attention import cuda_cores_gpu, plan_gpu, tensor_cores_gpu
 from hetero_kv.kernels.decode_attention.operands import Operands
 from hetero_kv.kernels.decode_attention.plan_gpu import Plan
@@ -31,7 +31,7 @@ class Tiles:
 
     def __post_init__(self):
         checks.count("tiles.splits", self.splits, 0)
-        checks.count("tiles.stages", self.stages, 2)
+        checks.count("tiles.stages", self.stages)
 
 
 def key(operands: Operands) -> str:
@@ -43,7 +43,8 @@ def key(operands: Operands) -> str:
 
 def choose(operands: Operands) -> Tiles:
     """The tile sizes for these shapes: those of the tuning table, else the heuristic."""
-    return tuning.pick(_NAME, "cuda", key(operands), Tiles())
+    room = _body(operands).shared(_plan(operands), 2) <= hopper.SHARED
+    return tuning.pick(_NAME, "cuda", key(operands), Tiles(stages=2 if room else 1))
 
 
 def _body(operands: Operands) -> Any:
@@ -53,20 +54,40 @@ def _body(operands: Operands) -> Any:
 
 def _plan(operands: Operands) -> Plan:
     body = _body(operands)
+    operands = jax.eval_shape(lambda x: plan_gpu.plain(x)[0], operands)
     return Plan(operands, body.TILE, body.PICK)
 
 
 def check(operands: Operands, tiles: Tiles | None = None) -> None:
     """Raises NotImplementedError for what this kernel cannot take."""
     checks.tiles(tiles, Tiles)
-    plan = _plan(operands)
+    plan, body = _plan(operands), _body(operands)
     if plan.dtypes[0] not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"{_NAME}: {plan.dtypes[0]}; float32 and bfloat16 only")
-    _body(operands).check(_NAME, plan, (tiles or Tiles()).stages)
-    if plan.copy % _body(operands).COPY:
+    if plan.packing:
+        unpack_gpu.check(_NAME, plan.packing)
+        if unpack_gpu.Unpack(plan.packing).order is not None:
+            raise NotImplementedError(
+                f"{_NAME}: {plan.packing.kind} entries; two channels of a byte would have to be "
+                "put apart, which the indexer's queries follow and those of attention do not"
+            )
+        most = plan.width // body.parts(plan)
+        if plan.packing.rope > most:
+            raise NotImplementedError(
+                f"{_NAME}: {plan.packing.rope} of {plan.width} channels stored as bfloat16; at "
+                f"most {most}, since one warpgroup joins their bytes"
+            )
+    body.check(_NAME, plan)
+    if plan.window_copy % body.COPY or (not plan.packing and plan.copy % body.COPY):
         raise NotImplementedError(
             f"{_NAME}: a window of {plan.window} rows and pages of {plan.page} entries cannot be "
             f"copied in equal groups of {GROUP} to {plan.tile} rows"
+        )
+    stages = (tiles or choose(operands)).stages
+    if (need := body.shared(plan, stages)) > hopper.SHARED:
+        raise NotImplementedError(
+            f"{_NAME}: {stages} tiles of {plan.width} channels need {need} bytes of shared memory, "
+            f"of {hopper.SHARED}; use fewer stages"
         )
 
 
@@ -75,12 +96,13 @@ def run(
 ) -> jax.Array:
     """See `api.decode_attention`."""
     tiles = tiles or choose(operands)
+    operands, layers = plan_gpu.plain(operands)
     plan, window, entries = _plan(operands), operands.window, operands.entries
     splits = plan.splits(tiles.splits)
     pad = plan.groups * ROWS - plan.heads
     q = jnp.pad(operands.q, ((0, 0), (0, pad), (0, 0))).reshape(-1, ROWS, plan.width)
     seen, count = plan_gpu.live(plan, operands)
-    arrays = [jnp.asarray(operands.layer, jnp.int32).reshape(1), count, seen, q]
+    arrays = [layers, count, seen, q]
     bad = jnp.zeros(plan.batch, bool)
     if window is not None:
         arrays.append(window.rows)

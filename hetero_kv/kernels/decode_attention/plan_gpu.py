@@ -9,10 +9,12 @@ import math
 import jax
 import jax.numpy as jnp
 
+from hetero_kv.attention import ring
 from hetero_kv.attention.attend import MASKED
 from hetero_kv.kernels import paging
 from hetero_kv.kernels.decode_attention.operands import Entries, Operands
 from hetero_kv.kernels.hopper import ROWS
+from hetero_kv.packing import Packed
 
 BLOCKS = 132  # about one block per multiprocessor
 
@@ -20,31 +22,38 @@ BLOCKS = 132  # about one block per multiprocessor
 class Plan:
     """Sizes of a call.
 
-    tile: rows of a tile. pick: rows that come with a picked one. copy: rows of one copy.
-    window, page, wanted: rows of the window, of a page, and of entries that can be attended.
+    tile: rows of a tile. pick: rows that come with a picked one (one, where they are packed).
+    copy: rows of one copy of entries, window_copy: of the window; they differ where entries are
+    packed. window, page, wanted: rows of the window, of a page, and of entries that can be
+    attended. dtypes: of queries, of the window, and of entries as they are read.
     """
 
     def __init__(self, operands: Operands, tile: int, pick: int):
-        self.tile, self.pick = tile, pick
+        self.tile = tile
         self.batch, self.heads, self.width = operands.q.shape
         self.dtypes = [operands.q.dtype]
         self.window = self.page = self.pages = self.wanted = 0
-        self.picked = False
-        copies = [tile]
+        self.picked, self.packing = False, None
+        near, far = [tile], [tile]
         if operands.window is not None:
             self.window = operands.window.rows.shape[2]
             self.dtypes.append(operands.window.rows.dtype)
-            copies.append(self.window)
+            near.append(self.window)
         if operands.entries is not None:
+            self.packing = paging.packing(operands.entries.pool)
             view = jax.eval_shape(lambda x: paging.view(x, tile), operands.entries.pool)
             self.page, self.pages = view.entries, view.pages.shape[1]
-            self.dtypes.append(view.pages.dtype)
+            self.dtypes.append(jnp.dtype(self.packing.dtype) if self.packing else view.pages.dtype)
             self.picked = operands.entries.picked is not None
-            copies += [self.page, pick if self.picked else tile]
+            pick = 1 if self.packing else pick
+            far += [self.page, pick if self.picked else tile]
             self.wanted = view.capacity
             if self.picked:
                 self.wanted = operands.entries.picked.shape[1] * pick
-        self.copy = math.gcd(*copies)
+        self.pick = pick
+        self.copy, self.window_copy = math.gcd(*far), math.gcd(*near)
+        if not self.packing:
+            self.copy = self.window_copy = math.gcd(self.copy, self.window_copy)
         self.window_tiles = -(-self.window // tile)
         self.tiles = self.window_tiles + -(-self.wanted // tile)
         self.groups = -(-self.heads // ROWS)  # of heads
@@ -53,6 +62,19 @@ class Plan:
         """Blocks per sequence and group of heads; wanted = 0: as many as fill a device."""
         wanted = wanted or BLOCKS // (self.batch * self.groups)
         return max(1, min(wanted, self.tiles))
+
+
+def plain(operands: Operands) -> tuple[Operands, jax.Array]:
+    """The same with a window of floats, and the layers i32[2] of its window and of its entries.
+
+    A packed window is unpacked before the kernel: it is short, and the same for all heads.
+    """
+    layer = jnp.asarray(operands.layer, jnp.int32)
+    window = operands.window
+    if window is None or not isinstance(window.rows, Packed):
+        return operands, jnp.stack([layer, layer])
+    window = window._replace(rows=ring.read(window.rows, layer)[None])
+    return operands._replace(window=window), jnp.stack([0 * layer, layer])
 
 
 def live(plan: Plan, operands: Operands) -> tuple[jax.Array, jax.Array]:

@@ -1,7 +1,7 @@
 """Decode attention of bfloat16 rows: products on tensor cores.
 
 Picked entries come with the 8 rows that they lie among, since swizzled memory is written in groups
-of 8.
+of 8; packed ones come alone.
 """
 
 import functools
@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from hetero_kv.attention.attend import MASKED
-from hetero_kv.kernels import hopper
-from hetero_kv.kernels.decode_attention import fetch_gpu
+from hetero_kv.kernels import attend_gpu, hopper
+from hetero_kv.kernels.decode_attention import tiles_gpu
 from hetero_kv.kernels.decode_attention.plan_gpu import Plan
 from hetero_kv.kernels.hopper import GROUP, ROWS
+from hetero_kv.kernels.unpack_gpu import PIECE, Unpack
 
 TILE = ROWS
 PICK = COPY = GROUP  # rows that a picked one comes with; the least rows of a copy
@@ -27,7 +27,7 @@ def parts(plan: Plan) -> int:
     return 2 if plan.width % 128 == 0 else 1
 
 
-def check(name: str, plan: Plan, stages: int) -> None:
+def check(name: str, plan: Plan) -> None:
     """Raises NotImplementedError for what the kernel cannot take."""
     if any(dtype != jnp.bfloat16 for dtype in plan.dtypes):
         raise NotImplementedError(
@@ -37,18 +37,24 @@ def check(name: str, plan: Plan, stages: int) -> None:
         raise NotImplementedError(f"{name}: {plan.width} channels; a multiple of 64 up to 512")
 
 
+def shared(plan: Plan, stages: int) -> int:
+    """Bytes of shared memory."""
+    buffers = tiles_gpu.make(plan, stages, parts(plan), _buffer(plan)).shared
+    own = hopper.swizzled(ROWS, plan.width), hopper.swizzled(parts(plan), ROWS, ROWS)
+    return buffers + hopper.size(own)
+
+
 def kernel(plan: Plan, splits: int, stages: int, scale: float) -> Callable:
     """What a block runs."""
+    tiles = tiles_gpu.make(plan, stages, parts(plan), _buffer(plan))
 
     def run(*refs) -> None:
         pl.run_scoped(
-            functools.partial(_body, plan, splits, stages, scale, refs),
+            functools.partial(_body, plan, splits, tiles, scale, refs),
             hopper.swizzled(ROWS, plan.width),
-            hopper.swizzled(stages, ROWS, plan.width),
             hopper.swizzled(parts(plan), ROWS, ROWS),
+            tiles.memory(),
             plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=ROWS // plan.copy, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=parts(plan), num_barriers=stages),
             plgpu.Barrier(num_arrivals=parts(plan)),
             collective_axes="wg",
         )
@@ -56,98 +62,67 @@ def kernel(plan: Plan, splits: int, stages: int, scale: float) -> Callable:
     return run
 
 
-def _body(plan, splits, stages, scale, refs, q, rows, weights, arrived, full, free, clean) -> None:
-    layer, count, live, q_all, *refs = refs
+def _buffer(plan: Plan) -> Callable:
+    return lambda stages: hopper.swizzled(stages, ROWS, plan.width)
+
+
+def _body(plan, splits, tiles, scale, refs, q, weights, memory, arrived, clean) -> None:
+    layers, count, live, q_all, *refs = refs
     *refs, out, tops, totals = refs
     row, group = jax.lax.axis_index("row"), jax.lax.axis_index("group")
     split, wg = jax.lax.axis_index("split"), jax.lax.axis_index("wg")
     block = row * plan.groups + group
     steps = jax.lax.div(count[row] - split + splits - 1, splits)
+    tiles.bind(memory, refs, layers, row)
+    columns = plan.width // parts(plan)
 
     @pl.when(wg == parts(plan))
     def _fetch():
         plgpu.copy_gmem_to_smem(q_all.at[block], q, arrived)
 
+        def copy(source, rows, first: int, barrier) -> None:
+            there = rows.at[pl.ds(first, source.shape[0]), :]
+            plgpu.copy_gmem_to_smem(source, there, barrier)
+
         @pl.loop(0, steps)
         def _(i):
-            slot = jax.lax.rem(i, stages)
-
-            @pl.when(i >= stages)
-            def _():
-                plgpu.barrier_wait(free.at[slot])
-
-            def copy(source, j: int, slot=slot) -> None:
-                target = rows.at[slot, pl.ds(j * plan.copy, plan.copy), :]
-                plgpu.copy_gmem_to_smem(source, target, full.at[slot])
-
-            fetch_gpu.tile(plan, refs, layer[0], row, split + i * splits, copy)
+            tiles.fetch(i, split + i * splits, copy)
 
     @pl.when(wg < parts(plan))
     def _compute():
         plgpu.barrier_wait(arrived)
-        columns = plan.width // parts(plan)
-        width = 128 if columns % 128 == 0 else 64  # a product and its sum must fit the registers
-        pieces = [
-            pl.ds(pl.multiple_of(wg * columns + j, 64), width) for j in range(0, columns, width)
-        ]
-        vector, matrix = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA
+        pieces = attend_gpu.pieces(wg * columns, columns)
 
-        def step(i, carry):
-            acc, top, total = carry
-            slot, tile = jax.lax.rem(i, stages), split + i * splits
-            plgpu.barrier_wait(full.at[slot])
-            # Rows that are not seen may be NaN, and 0 times NaN is NaN: each zeroes its own part.
-            seen = hopper.load(live.at[row, tile], vector)
-            seen = jax.lax.broadcast_in_dim(seen, (ROWS, width), [0])
-            for piece in pieces:
-                own = rows.at[slot, :, piece]
-                own[...] = jnp.where(seen > 0.5, own[...], jnp.bfloat16(0.0))
+        def step(i, state):
+            tile = split + i * splits
+            seen = hopper.load(live.at[row, tile], attend_gpu.VECTOR)
+
+            def unpack(raw, scratch) -> None:
+                for part in range(parts(plan)):
+
+                    @pl.when(wg == part)
+                    def _(part=part) -> None:
+                        for first in range(part * columns, (part + 1) * columns, PIECE):
+                            values = Unpack(plan.packing).piece(raw, first, scratch)
+                            there = tiles.rows(i).at[:, pl.ds(first, PIECE)]
+                            there[...] = values.astype(jnp.bfloat16)
+
+            tiles.wait(i, tile, unpack)
+            attend_gpu.clean(tiles.rows(i), pieces, seen)
             plgpu.commit_smem()
             plgpu.barrier_arrive(clean)
             plgpu.barrier_wait(clean)
+            lane = hopper.load(live.at[row, tile], attend_gpu.ACROSS)
+            seen = attend_gpu.spread(lane, 1) > 0.5
+            state = attend_gpu.add(state, q, tiles.rows(i), weights.at[wg], pieces, seen, scale)
+            tiles.done(i)
+            return state
 
-            def score(acc):
-                plgpu.wgmma(acc, q, rows.at[slot].transpose((1, 0)))
-                return acc[...]
-
-            scores = pl.run_scoped(score, plgpu.ACC((ROWS, ROWS), jnp.float32)) * scale
-            across = plgpu.Layout.WGMMA.reduce(0)
-            lane = hopper.load(live.at[row, tile], across)
-            lane = jax.lax.broadcast_in_dim(lane, (ROWS, ROWS), [1])
-            scores = jnp.where(lane > 0.5, scores, MASKED)
-            new = jnp.maximum(top, jnp.max(scores, axis=1))
-            wide = jax.lax.broadcast_in_dim(new, (ROWS, ROWS), [0])
-            p = jnp.where(lane > 0.5, jnp.exp(scores - wide), 0.0)
-            shrink = jnp.exp(top - new)
-            weights[wg] = p.astype(jnp.bfloat16)
-            plgpu.commit_smem()
-
-            def product(piece, acc):
-                plgpu.wgmma(acc, weights.at[wg], rows.at[slot, :, piece])
-                return acc[...]
-
-            accumulator = plgpu.ACC((ROWS, width), jnp.float32)
-            less = jax.lax.broadcast_in_dim(shrink, (ROWS, width), [0])
-            acc = [
-                old * less + pl.run_scoped(functools.partial(product, piece), accumulator)
-                for old, piece in zip(acc, pieces, strict=True)
-            ]
-            plgpu.barrier_arrive(free.at[slot])
-            return acc, new, total * shrink + jnp.sum(p, axis=1)
-
-        def full_of(value, shape, layout):
-            return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-        start = (
-            [full_of(0.0, (ROWS, width), matrix) for _ in pieces],
-            full_of(MASKED, (ROWS,), vector),
-            full_of(0.0, (ROWS,), vector),
-        )
-        acc, top, total = jax.lax.fori_loop(0, steps, step, start)
-        for piece, value in zip(pieces, acc, strict=True):
+        state = jax.lax.fori_loop(0, steps, step, attend_gpu.begin(pieces))
+        for piece, value in zip(pieces, state.sums, strict=True):
             out[block, split, :, piece] = value
 
         @pl.when(wg == 0)
         def _():
-            tops[block, split] = top
-            totals[block, split] = total
+            tops[block, split] = state.top
+            totals[block, split] = state.total

@@ -49,7 +49,8 @@ def select(
 
     Raises:
         ValueError: shapes or dtypes do not fit together.
-        NotImplementedError: the named implementation cannot take them: on a GPU, packed keys.
+        NotImplementedError: the named implementation cannot take them: on a GPU, packed keys that
+            are not a multiple of 128 bytes a row.
     """
     operands = checks.as_jax(Operands(q, weights, layer, keys, visible))
     _validate(operands, k, tile)
@@ -68,7 +69,9 @@ def _backends(k: int, tile: int, tiles: Any) -> dict[str, dispatch.Backend]:
             functools.partial(reference.run, k=k, tile=tile), packed=True
         ),
         "pallas_tpu": dispatch.Backend(tpu, check, _row_major, packed=True),
-        "pallas_gpu": dispatch.Backend(gpu, functools.partial(pallas_gpu.check, tiles=tiles)),
+        "pallas_gpu": dispatch.Backend(
+            gpu, functools.partial(pallas_gpu.check, tiles=tiles), packed=True
+        ),
         "interpret": dispatch.Backend(
             functools.partial(tpu, interpret=interpret.tpu()), check, packed=True
         ),

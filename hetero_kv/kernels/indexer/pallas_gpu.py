@@ -1,8 +1,9 @@
 """The indexer for Mosaic GPU (Hopper and later): a block picks the top k of a chunk of entries.
 
-Index keys are streamed by TMA and scored, see `scores_gpu`; the scores of a chunk stay in shared
-memory, where its top k is found by bisection, ties cut at an index. What leaves a block are the at
-most k candidates of its chunk, of which XLA takes the top k again.
+Index keys are streamed by TMA, unpacked where they are packed, and scored, see `scores_gpu`; the
+scores of a chunk stay in shared memory, where its top k is found by bisection, ties cut at an
+index. What leaves a block are the at most k candidates of its chunk, of which XLA takes the top k
+again.
 """
 
 import dataclasses
@@ -15,10 +16,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from hetero_kv.kernels import checks, hopper, paging, tuning
+from hetero_kv.kernels import checks, hopper, paging, tuning, unpack_gpu
 from hetero_kv.kernels.hopper import GROUP, ROWS
 from hetero_kv.kernels.indexer import scores_gpu
 from hetero_kv.kernels.indexer.operands import Operands
+from hetero_kv.kernels.unpack_gpu import PIECE, Unpack
+from hetero_kv.packing import Packing
 
 STAGES = 2
 TYPES = [  # of queries and keys
@@ -59,7 +62,8 @@ def choose(operands: Operands, k: int) -> Tiles:
 def check(operands: Operands, tiles: Tiles | None = None) -> None:
     """Raises NotImplementedError for what this kernel cannot take."""
     checks.tiles(tiles, Tiles)
-    keys, dtype = operands.keys, paging.dtype(operands.keys)
+    keys, packing = operands.keys, paging.packing(operands.keys)
+    dtype = jnp.dtype(packing.dtype) if packing else paging.dtype(keys)
     if (operands.q.dtype, dtype) not in TYPES:
         raise NotImplementedError(
             f"indexer/pallas_gpu: queries of {operands.q.dtype}, keys of {dtype}; float32 queries "
@@ -71,15 +75,18 @@ def check(operands: Operands, tiles: Tiles | None = None) -> None:
             f"indexer/pallas_gpu: {heads} heads of {dim}; at most 256 heads of a multiple of 64 up "
             "to 256"
         )
+    if packing:
+        unpack_gpu.check("indexer/pallas_gpu", packing)
     page = jax.eval_shape(lambda x: paging.view(x, ROWS), keys).entries
     exact = operands.q.dtype == jnp.float32
-    if math.gcd(page, ROWS) % (1 if exact else GROUP):
+    if math.gcd(page, ROWS) % (1 if exact or packing else GROUP):
         raise NotImplementedError(
             f"indexer/pallas_gpu: pages of {page} entries are not made of equal groups of {GROUP} "
             f"to {ROWS}"
         )
     chunk = (tiles or Tiles()).chunk
-    need = 8 * chunk + dim * (heads * operands.q.dtype.itemsize + STAGES * ROWS * dtype.itemsize)
+    plan = _Plan(heads, 1, chunk, ROWS, exact, dtype, packing)
+    need = hopper.size(_memory(plan, dim))
     if need > hopper.SHARED:
         raise NotImplementedError(
             f"indexer/pallas_gpu: {heads} heads of {dim} in {operands.q.dtype} and chunks of "
@@ -94,7 +101,8 @@ class _Plan:
     chunk: int
     copy: int  # rows of one TMA copy
     exact: bool  # float32 queries
-    keys: Any  # dtype of keys
+    keys: Any  # dtype of keys, as they are read
+    packing: Packing | None
 
 
 def run(
@@ -104,6 +112,7 @@ def run(
     tiles = tiles or choose(operands, k)
     view = paging.view(operands.keys, ROWS)
     batch, heads, dim = operands.q.shape
+    packing = paging.packing(operands.keys)
     visible = jnp.minimum(operands.visible, view.capacity)
     chunks = -(-view.capacity // tiles.chunk)
     plan = _Plan(
@@ -112,10 +121,13 @@ def run(
         tiles.chunk,
         math.gcd(view.entries, ROWS),
         operands.q.dtype == jnp.float32,
-        view.pages.dtype,
+        jnp.dtype(packing.dtype) if packing else view.pages.dtype,
+        packing,
     )
     pad = plan.heads - heads
     q = jnp.pad(operands.q, ((0, 0), (0, pad), (0, 0)))
+    if packing and (order := Unpack(packing).order) is not None:
+        q = q[..., order]
     weights = jnp.pad(operands.weights.astype(jnp.float32), ((0, 0), (0, pad)))
     places, missing = _places(plan, view, chunks, visible)
     kernel = plgpu.kernel(
@@ -159,20 +171,36 @@ def _places(
     return jnp.stack([jnp.where(found, page, 0), row], axis=-1), missing
 
 
-def _kernel(plan: _Plan, dim: int, *refs: Any) -> None:
-    of_queries, of_keys = (plan.heads, dim), (STAGES, ROWS, dim)
-    pl.run_scoped(
-        functools.partial(_body, plan, refs),
-        plgpu.SMEM(of_queries, jnp.float32) if plan.exact else hopper.swizzled(*of_queries),
-        plgpu.SMEM(of_keys, plan.keys) if plan.exact else hopper.swizzled(*of_keys),
+def _memory(plan: _Plan, dim: int) -> tuple:
+    """Shared memory of a block: queries, keys, packed keys and what they need, scores, flags."""
+    many = 1 if plan.packing else STAGES
+    packed = ()
+    if plan.packing:
+        packed = (
+            unpack_gpu.memory(plan.packing, ROWS, STAGES),
+            unpack_gpu.scratch(plan.packing, ROWS),
+        )
+    form = plgpu.SMEM if plan.exact else lambda shape, _: hopper.swizzled(*shape)
+    return (
+        form((plan.heads, dim), jnp.float32),
+        form((many, ROWS, dim), plan.keys),
+        packed,
         plgpu.SMEM((plan.chunk,), jnp.float32),
         plgpu.SMEM((plan.chunk,), jnp.int32),
-        plgpu.Barrier(),
-        plgpu.Barrier(num_arrivals=ROWS // plan.copy, num_barriers=STAGES),
     )
 
 
-def _body(plan, refs, q, keys, scores, flags, arrived, full) -> None:
+def _kernel(plan: _Plan, dim: int, *refs: Any) -> None:
+    copies = plan.packing.bytes // unpack_gpu.BOX if plan.packing else 1
+    pl.run_scoped(
+        functools.partial(_body, plan, refs),
+        *_memory(plan, dim),
+        plgpu.Barrier(),
+        plgpu.Barrier(num_arrivals=copies * (ROWS // plan.copy), num_barriers=STAGES),
+    )
+
+
+def _body(plan, refs, q, keys, packed, scores, flags, arrived, full) -> None:
     layer, visible, q_all, weights, places, pages, out_scores, out_index = refs
     row, chunk = jax.lax.axis_index("row"), jax.lax.axis_index("chunk")
     base = chunk * plan.chunk
@@ -185,8 +213,20 @@ def _body(plan, refs, q, keys, scores, flags, arrived, full) -> None:
             at = jax.lax.div(base, plan.copy) + t * many + j
             first = pl.multiple_of(places[row, at, 1], plan.copy)
             source = pages.at[layer[0], places[row, at, 0], pl.ds(first, plan.copy), :]
-            target = keys.at[slot, pl.ds(j * plan.copy, plan.copy), :]
-            plgpu.copy_gmem_to_smem(source, target, full.at[slot])
+            rows = pl.ds(j * plan.copy, plan.copy)
+            if plan.packing:
+                target = packed[0].at[slot, :, rows, :]
+                unpack_gpu.boxes(source, target, plan.packing, full.at[slot])
+            else:
+                plgpu.copy_gmem_to_smem(source, keys.at[slot, rows, :], full.at[slot])
+
+    def unpack(slot: jax.Array) -> Any:
+        raw, scratch = packed
+        for c in range(0, plan.packing.width, PIECE):
+            values = Unpack(plan.packing).piece(raw.at[slot], c, scratch)
+            keys[0, :, pl.ds(c, PIECE)] = values.astype(plan.keys)
+        plgpu.commit_smem()
+        return keys.at[0]
 
     @pl.when(tiles > 0)
     def _score():
@@ -207,7 +247,7 @@ def _body(plan, refs, q, keys, scores, flags, arrived, full) -> None:
             plgpu.barrier_wait(full.at[slot])
 
             first = pl.multiple_of(t * ROWS, ROWS)
-            scores[pl.ds(first, ROWS)] = score(keys.at[slot])
+            scores[pl.ds(first, ROWS)] = score(unpack(slot) if plan.packing else keys.at[slot])
             if plan.exact:
                 plgpu.commit_smem()  # loads are over before a copy may write there
 

@@ -120,26 +120,28 @@ def test_the_indexer_is_one_kernel_and_writes_no_scores(platform, dtype, size) -
             assert strict.largest(text) < BATCH * (sizes["tokens"] // 4) * 4  # f32[R, N]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("size", SIZES)
-def test_quantised_rows_are_unpacked_within_the_kernel(dtype, size) -> None:
-    sizes = SIZES[size]
-    rows = Packing("fp8_rope", sizes["width"], rope=sizes["width"] // 8, group=sizes["width"] // 64)
+@pytest.mark.parametrize(("platform", "dtype"), CELLS, ids=NAMES)
+@pytest.mark.parametrize("size", strict.quick(SIZES, "flash"))
+def test_quantised_rows_are_unpacked_within_the_kernel(platform, dtype, size) -> None:
+    sizes, name = SIZES[size], jnp.dtype(dtype).name
+    read = dict(align=128, dtype=name) if platform == "cuda" else {}
+    rows = Packing("fp8_rope", sizes["width"], rope=sizes["width"] // 8, group=8, **read)
     if size != "tiny":
-        rows = Packing("fp8_rope", 512, rope=64)
+        rows = Packing("fp8_rope", 512, rope=64, **read)
     for ratio, paged in ((128, True), (4, True), (4, False)):
         arguments = _attention(sizes, dtype, ratio, paged, rows)
-        text = strict.lowered(_attend("pallas_tpu"), "tpu", *arguments)
-        assert strict.kernels_in(text, "tpu") == 1
-        # Nothing is unpacked, or copied, outside.
-        most = BATCH * sizes["heads"] * sizes["width"] * 4 + BATCH * sizes["tokens"]
+        text = strict.lowered(_attend(KERNEL[platform]), platform, *arguments)
+        assert strict.kernels_in(text, platform) == 1
+        # Nothing is unpacked, or copied, outside: only parts of blocks that share a sequence.
+        parts = 33 if platform == "cuda" else 1
+        most = BATCH * sizes["heads"] * sizes["width"] * 4 * parts + BATCH * sizes["tokens"]
         assert size == "tiny" or strict.largest(text) <= most
-    keys = Packing("fp4", sizes["index_dim"])
-    text = strict.lowered(
-        _picks("pallas_tpu", sizes["k"]), "tpu", *_index(sizes, dtype, True, keys)
-    )
-    assert strict.kernels_in(text, "tpu") == 1
-    assert size == "tiny" or strict.largest(text) <= most
+    kind = "fp8_f32" if size == "tiny" else "fp4"
+    keys = Packing(kind, sizes["index_dim"], **read)
+    arguments = _index(sizes, dtype, True, keys)
+    text = strict.lowered(_picks(KERNEL[platform], sizes["k"]), platform, *arguments)
+    assert strict.kernels_in(text, platform) == 1
+    assert size == "tiny" or strict.largest(text) <= BATCH * sizes["tokens"]
 
 
 def test_auto_unpacks_rows_that_are_whole_lanes_only() -> None:

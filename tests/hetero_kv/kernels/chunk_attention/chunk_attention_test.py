@@ -181,10 +181,13 @@ GPU_SHAPES = {
     "chosen": Shape(64, 128, 2, 8, 4, 64, 16, topk=5, dtype="bfloat16"),
     "sliding": Shape(64, 128, 3, 72, 0, dtype="bfloat16"),
     "no window": Shape(8, 128, 8, 0, 4, 72, 8, dtype="bfloat16"),
+    "float32": Shape(8, 64, 9, 6, 4, 16, 4),
+    "float32, chosen": Shape(64, 256, 1, 6, 4, 64, 2, topk=5),
+    "float32, no window": Shape(16, 64, 8, 0, 4, 32, 8, paged=False),
 }
 
 
-@pytest.mark.parametrize("name", GPU_SHAPES)
+@pytest.mark.parametrize("name", strict.quick(GPU_SHAPES, "dense", "chosen", "float32"))
 def test_gpu_kernel(name: str) -> None:
     interpreter = strict.gpu_interpreter()
     case = make(len(name), GPU_SHAPES[name], sinks=name != "sliding")
@@ -288,8 +291,11 @@ def test_more_wrong_input() -> None:
 
 def test_what_a_backend_cannot() -> None:
     case = make(0, Shape())
-    with pytest.raises(NotImplementedError, match="bfloat16 only"):
+    with pytest.raises(NotImplementedError, match="16 channels of float32"):
         run(case.operands, case.shape.rule, "pallas_gpu")
+    mixed = case.operands._replace(q=case.operands.q.astype(jnp.bfloat16))
+    with pytest.raises(NotImplementedError, match="all float32, or all bfloat16"):
+        run(mixed, case.shape.rule, "pallas_gpu")
     with pytest.raises(NotImplementedError, match="divide"):
         run(case.operands, case.shape.rule, "pallas_tpu", pallas_tpu.Tiles(queries=5))
 
@@ -328,7 +334,8 @@ def abstract(shape: Shape, rows: int = 2, layers: int = 20) -> Operands:
 
 @pytest.mark.parametrize("name", strict.quick(LOWERED, "tiny", "Pro csa, 64k tokens"))
 @pytest.mark.parametrize(
-    "platform, dtype", [("tpu", "float32"), ("tpu", "bfloat16"), ("cuda", "bfloat16")]
+    "platform, dtype",
+    [("tpu", "float32"), ("tpu", "bfloat16"), ("cuda", "float32"), ("cuda", "bfloat16")],
 )
 def test_lowers_to_one_kernel_that_writes_no_scores(platform: str, dtype: str, name: str) -> None:
     shape = LOWERED[name]._replace(dtype=dtype)

@@ -1,5 +1,6 @@
 """The GPU kernel of decode attention against the equations, interpreted (newest JAX only)."""
 
+import dataclasses
 import functools
 
 import hypothesis
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from hetero_kv.kernels.checks import as_jax
 from hetero_kv.kernels.decode_attention import pallas_gpu
 from hetero_kv.kernels.decode_attention.operands import Operands
+from hetero_kv.packing import Packed, Packing
 from tests.hetero_kv.kernels import strict
 from tests.hetero_kv.kernels.decode_attention import oracle
 from tests.hetero_kv.kernels.decode_attention.oracle import Case
@@ -32,6 +34,33 @@ CASES = {
         position=(1, 300), ratio=4, page=64, sinks=False, stopped=(0,), **{**SIZES, "window": 0}
     ),
 }
+HALF = Packing("fp8_rope", 128, rope=16, group=16, dtype="bfloat16", align=128)
+PACKED = {
+    "all": Case(position=(70, 500), ratio=4, page=8, shared=1, packing=HALF, **SIZES),
+    "picked": Case(position=(70, 500), ratio=4, page=4, picks=12, packing=HALF, **SIZES),
+    "int8, contiguous": Case(
+        position=(9, 200),
+        ratio=2,
+        page=0,
+        packing=Packing("int8", 128, dtype="bfloat16", align=128),
+        **{**SIZES, "window": 0},
+    ),
+    "published, float32": Case(
+        position=(200,),
+        ratio=2,
+        page=4,
+        picks=3,
+        packing=Packing("fp8_rope", 512, rope=64, align=128),
+        **{**SIZES, "width": 512, "dtype": "float32"},
+    ),
+    "float scales, float32": Case(
+        position=(37, 170),
+        ratio=4,
+        page=8,
+        packing=Packing("fp8_f32", 128, rope=32, group=48, align=128),
+        **{**SIZES, "dtype": "float32"},
+    ),
+}
 
 
 def _operands(data: oracle.Data) -> Operands:
@@ -42,16 +71,26 @@ def _operands(data: oracle.Data) -> Operands:
 
 @pytest.mark.parametrize("name", strict.quick(CASES, "all", "picked", "float32, odd window"))
 def test_gpu_kernel_is_what_the_equations_say(name: str) -> None:
+    _check(CASES[name], (1,) if "float32" in name else (1, 3))
+
+
+@pytest.mark.parametrize("name", strict.quick(PACKED, "picked"))
+def test_gpu_kernel_of_quantised_entries(name: str) -> None:
+    _check(PACKED[name], (1,) if "float32" in name else (1, 2))
+
+
+def _check(case: Case, splits: tuple[int, ...]) -> None:
+    """Compares with the equations, for numbers of blocks that share a sequence."""
     interpreter = strict.gpu_interpreter()
-    data = oracle.make(CASES[name])
+    data = oracle.make(case)
     operands, scale = _operands(data), data.arguments["scale"]
     pallas_gpu.check(operands)
-    for splits in (1,) if "float32" in name else (1, 3):
-        tiles = pallas_gpu.Tiles(splits=splits)
+    for many in splits:
+        tiles = pallas_gpu.Tiles(splits=many)
         run = functools.partial(pallas_gpu.run, scale=scale, tiles=tiles, interpret=interpreter)
         got = np.asarray(jax.jit(run)(operands))
         assert np.isfinite(got).all()
-        tolerance = 3e-2 if CASES[name].dtype == "bfloat16" else 2e-5
+        tolerance = 3e-2 if case.dtype == "bfloat16" else 2e-5
         np.testing.assert_allclose(got, data.want, atol=tolerance, rtol=tolerance)
 
 
@@ -105,6 +144,20 @@ def test_a_page_that_is_none_makes_its_own_sequence_nan() -> None:
     assert np.isnan(got[1]).all()
 
 
+@pytest.mark.full
+def test_a_packed_window_is_read_as_its_floats() -> None:
+    data = oracle.make(dataclasses.replace(PACKED["all"], packing=None))
+    operands = _operands(data)
+    bytes_ = HALF.pack(operands.window.rows)
+    run = functools.partial(pallas_gpu.run, scale=0.1, interpret=strict.gpu_interpreter())
+    results = []
+    for rows in (Packed(bytes_, HALF), HALF.unpack(bytes_)):
+        changed = operands._replace(window=operands.window._replace(rows=rows))
+        pallas_gpu.check(changed)
+        results.append(np.asarray(jax.jit(run)(changed)))
+    np.testing.assert_array_equal(*results)
+
+
 def test_what_it_cannot_take_is_told() -> None:
     for changes, message in [
         (dict(dtype="float16"), "float32 and bfloat16 only"),
@@ -117,6 +170,21 @@ def test_what_it_cannot_take_is_told() -> None:
         case = Case(position=(40,), **{**SIZES, **changes})
         with pytest.raises(NotImplementedError, match=message):
             pallas_gpu.check(_operands(oracle.make(case)))
-    for bad in (dict(splits=-1), dict(stages=1)):
+    for packing, message in [
+        (Packing("fp8_rope", 128, rope=16, group=16, dtype="bfloat16"), "pack them with align=128"),
+        (Packing("fp4", 128, dtype="bfloat16", align=128), "two channels of a byte"),
+        (Packing("fp8_rope", 128, rope=16, group=16, align=128), "must be bfloat16 too"),
+        (Packing("fp8_rope", 128, rope=80, group=8, dtype="bfloat16", align=128), "at most 64"),
+    ]:
+        case = Case(position=(40,), ratio=4, packing=packing, **SIZES)
+        with pytest.raises(NotImplementedError, match=message):
+            pallas_gpu.check(_operands(oracle.make(case)))
+    wide = Packing("fp8_rope", 512, rope=64, dtype="bfloat16", align=128)
+    case = Case(position=(40,), ratio=4, packing=wide, **{**SIZES, "width": 512})
+    operands = _operands(oracle.make(case))
+    assert pallas_gpu.choose(operands).stages == 1
+    with pytest.raises(NotImplementedError, match=r"2 tiles of 512 channels .* use fewer stages"):
+        pallas_gpu.check(operands, pallas_gpu.Tiles(stages=2))
+    for bad in (dict(splits=-1), dict(stages=0)):
         with pytest.raises(ValueError, match="tiles"):
             pallas_gpu.Tiles(**bad)

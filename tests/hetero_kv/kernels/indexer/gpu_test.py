@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hetero_kv.kernels.checks import as_jax
 from hetero_kv.kernels.indexer import pallas_gpu
 from hetero_kv.kernels.indexer.operands import Operands
+from hetero_kv.packing import Packing
 from tests.hetero_kv.kernels import strict
 from tests.hetero_kv.kernels.indexer import oracle
 from tests.hetero_kv.kernels.indexer.oracle import Case
@@ -23,6 +24,31 @@ CASES = {
     "float32": Case(visible=(129, 250), k=24, values=2, page=4, **{**SIZES, "dtype": "float32"}),
     "float32, normal": Case(visible=(70, 256), k=16, page=0, **{**SIZES, "dtype": "float32"}),
     "contiguous": Case(visible=(129, 256), k=8, page=0, values=3, **SIZES),
+}
+KEYS = dict(packing=Packing("fp4", 128, align=128), **{**SIZES, "dim": 128})
+PACKED = {
+    "published, float32": Case(visible=(129, 250), k=24, page=4, **{**KEYS, "dtype": "float32"}),
+    "published": Case(
+        visible=(60, 256),
+        k=24,
+        values=3,
+        **{**KEYS, "packing": Packing("fp4", 128, dtype="bfloat16", align=128)},
+    ),
+    "fp8, small pages": Case(
+        visible=(0, 200),
+        k=8,
+        page=2,
+        **{**KEYS, "packing": Packing("fp8_f32", 128, dtype="bfloat16", align=128)},
+    ),
+    "fp8 with rope": Case(
+        visible=(70, 256),
+        k=16,
+        page=0,
+        dtype="float32",
+        heads=5,
+        dim=64,
+        packing=Packing("fp8_f32", 64, rope=16, group=16, align=128),
+    ),
 }
 TILES = pallas_gpu.Tiles(chunk=128)
 
@@ -39,12 +65,19 @@ def _run(operands: Operands, k: int, tiles: pallas_gpu.Tiles = TILES) -> np.ndar
 
 @pytest.mark.parametrize("name", strict.quick(CASES, "ties", "float32"))
 def test_gpu_kernel_is_what_the_equations_say(name: str) -> None:
-    case = CASES[name]
+    # One chunk of four tiles: shared memory is used again.
+    _check(CASES[name], pallas_gpu.Tiles(chunk=256) if name == "float32" else TILES)
+
+
+@pytest.mark.parametrize("name", strict.quick(PACKED, "published"))
+def test_gpu_kernel_of_quantised_keys(name: str) -> None:
+    _check(PACKED[name], pallas_gpu.Tiles(chunk=256))
+
+
+def _check(case: Case, tiles: pallas_gpu.Tiles) -> None:
     data = oracle.make(case)
     operands = _operands(data)
     pallas_gpu.check(operands)
-    # One chunk of four tiles: shared memory is used again.
-    tiles = pallas_gpu.Tiles(chunk=256) if name == "float32" else TILES
     picked = _run(operands, case.k, tiles)
     for r, scores in enumerate(data.scores):
         slack = 1e-2 if case.dtype == "bfloat16" else 1e-5
@@ -92,6 +125,12 @@ def test_what_it_cannot_take_is_told() -> None:
         (dict(dtype="float32", dim=256, heads=256), "bytes of shared memory"),
         (dict(dim=32), "multiple of 64"),
         (dict(page=4), "equal groups"),
+        (dict(packing=Packing("fp4", 64, dtype="bfloat16")), r"36 bytes.*pack them with align=128"),
+        (
+            dict(packing=Packing("fp4", 64, dtype="bfloat16", align=128)),
+            "64 values; a multiple of 128",
+        ),
+        (dict(dim=128, packing=KEYS["packing"]), "queries of bfloat16, keys of float32"),
     ]:
         case = Case(visible=(40,), k=8, **{**SIZES, **changes})
         with pytest.raises(NotImplementedError, match=message):
