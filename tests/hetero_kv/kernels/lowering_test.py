@@ -12,6 +12,7 @@ from hetero_kv.kernels.decode_attention.api import decode_attention
 from hetero_kv.kernels.decode_attention.operands import Entries, Window
 from hetero_kv.kernels.indexer.api import select
 from hetero_kv.packing import Packed, Packing
+from tests import variants
 from tests.hetero_kv.kernels import strict
 
 BATCH, LAYERS = 4, 2
@@ -94,7 +95,7 @@ NAMES = [f"{platform}-{jnp.dtype(dtype).name}" for platform, dtype in CELLS]
 
 
 @pytest.mark.parametrize(("platform", "dtype"), CELLS, ids=NAMES)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", variants.some(SIZES, ("tiny", "pro")))
 def test_decode_attention_is_one_kernel_and_writes_no_scores(platform, dtype, size) -> None:
     sizes = SIZES[size]
     for ratio, paged in ((0, False), (128, True), (4, True), (4, False)):
@@ -109,7 +110,7 @@ def test_decode_attention_is_one_kernel_and_writes_no_scores(platform, dtype, si
 
 
 @pytest.mark.parametrize(("platform", "dtype"), CELLS, ids=NAMES)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", variants.some(SIZES, ("tiny", "pro")))
 def test_the_indexer_is_one_kernel_and_writes_no_scores(platform, dtype, size) -> None:
     sizes = SIZES[size]
     for paged in (True, False):
@@ -121,7 +122,7 @@ def test_the_indexer_is_one_kernel_and_writes_no_scores(platform, dtype, size) -
 
 
 @pytest.mark.parametrize(("platform", "dtype"), CELLS, ids=NAMES)
-@pytest.mark.parametrize("size", strict.quick(SIZES, "flash"))
+@pytest.mark.parametrize("size", variants.some(SIZES, ("flash",)))
 def test_quantised_rows_are_unpacked_within_the_kernel(platform, dtype, size) -> None:
     sizes, name = SIZES[size], jnp.dtype(dtype).name
     read = dict(align=128, dtype=name) if platform == "cuda" else {}

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from experiments.lowering import text as lowered
 from hetero_kv.kernels import interpret
 
-__all__ = ["gpu_interpreter", "kernels_in", "largest", "lowered", "quick", "tpu"]
+__all__ = ["gpu_interpreter", "kernels_in", "largest", "lowered", "tpu"]
 
 CUSTOM_CALL = {"tpu": "tpu_custom_call", "cuda": "mosaic_gpu"}
 
@@ -51,11 +51,6 @@ def gpu_interpreter(detect_races: bool = True) -> Any:
         return interpret.gpu(detect_races)
     except NotImplementedError as error:
         pytest.skip(str(error))
-
-
-def quick(cases: Iterable[str], *names: str) -> list:
-    """Cases of which only these run in `make test`: interpreted kernels are slow to compile."""
-    return [x if x in names else pytest.param(x, marks=pytest.mark.full) for x in cases]
 
 
 def kernels_in(text: str, platform: str) -> int:

@@ -16,6 +16,7 @@ from hetero_kv.kernels.chunk_attention import pallas_gpu, pallas_tpu
 from hetero_kv.kernels.chunk_attention.api import chunk_attention
 from hetero_kv.kernels.chunk_attention.operands import Chosen, Entries, Operands, Rule, Window
 from hetero_kv.packing import Packing
+from tests import variants
 from tests.hetero_kv.kernels import memory, pools, strict
 
 ROWS = 2
@@ -169,7 +170,7 @@ def test_reference(name: str, seed: int, replay: bool) -> None:
     check(case, run(case.operands, case.shape.rule))
 
 
-@pytest.mark.parametrize("name", strict.quick(SHAPES, "sliding", "chosen", "half precision"))
+@pytest.mark.parametrize("name", variants.some(SHAPES, ("sliding", "chosen", "half precision")))
 def test_tpu_kernel(name: str) -> None:
     case = make(len(name), SHAPES[name], sinks=name != "dense", replay=name == "chosen")
     tiles = pallas_tpu.Tiles(queries=min(8, case.shape.size), entries=8)
@@ -187,7 +188,7 @@ GPU_SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", strict.quick(GPU_SHAPES, "dense", "chosen", "float32"))
+@pytest.mark.parametrize("name", variants.some(GPU_SHAPES, ("dense", "chosen", "float32")))
 def test_gpu_kernel(name: str) -> None:
     interpreter = strict.gpu_interpreter()
     case = make(len(name), GPU_SHAPES[name], sinks=name != "sliding")
@@ -225,7 +226,7 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", variants.some(PACKED, ("chosen",)))
 def test_reference_of_quantised_entries(name: str) -> None:
     case = make(0, *PACKED[name][:1], packing=PACKED[name][1])
     check(case, run(case.operands, case.shape.rule))
@@ -233,7 +234,7 @@ def test_reference_of_quantised_entries(name: str) -> None:
         run(case.operands, case.shape.rule, "pallas_gpu")
 
 
-@pytest.mark.parametrize("name", strict.quick(PACKED, "chosen"))
+@pytest.mark.parametrize("name", variants.some(PACKED, ("chosen",)))
 def test_tpu_kernel_of_quantised_entries(name: str) -> None:
     case = make(1, *PACKED[name][:1], packing=PACKED[name][1])
     tiles = pallas_tpu.Tiles(queries=8, entries=32 if name == "published" else 8)
@@ -332,7 +333,7 @@ def abstract(shape: Shape, rows: int = 2, layers: int = 20) -> Operands:
     return Operands(q, of(heads, dtype="float32"), of(), of(rows), of(rows), window, entries)
 
 
-@pytest.mark.parametrize("name", strict.quick(LOWERED, "tiny", "Pro csa, 64k tokens"))
+@pytest.mark.parametrize("name", variants.some(LOWERED, ("tiny", "Pro csa, 64k tokens")))
 @pytest.mark.parametrize(
     "platform, dtype",
     [("tpu", "float32"), ("tpu", "bfloat16"), ("cuda", "float32"), ("cuda", "bfloat16")],

@@ -12,6 +12,7 @@ from hetero_kv.attention import selection
 from hetero_kv.kernels.chunk_attention import sequence
 from hetero_kv.kernels.chunk_attention.operands import Chosen, Rule
 from hetero_kv.kernels.chunk_attention.sequence import Inputs, sequence_attention
+from tests import variants
 from tests.hetero_kv.kernels import memory, strict
 
 BATCH, HEADS, CHANNELS, RATIO, TOPK = 2, 8, 16, 4, 2
@@ -69,7 +70,7 @@ CASES = {  # tokens, window's width, entries, sinks, choices, implementation
 }
 
 
-@pytest.mark.parametrize("name", strict.quick(CASES, "window", "no window"))
+@pytest.mark.parametrize("name", variants.some(CASES, ("window", "no window")))
 def test_values_and_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, width, entries, sinks, topk, implementation = CASES[name]
     monkeypatch.setattr(sequence, "BAND", 6)  # several bands, the last of which overlaps
@@ -116,7 +117,7 @@ PUBLISHED["pro"] = (128, 512, 8192, 128, 1024)  # heads, channels, tokens, width
 @pytest.mark.parametrize(
     ("platform", "dtype"), [("tpu", "float32"), ("tpu", "bfloat16"), ("cuda", "bfloat16")]
 )
-@pytest.mark.parametrize("name", strict.quick(PUBLISHED, "tiny"))
+@pytest.mark.parametrize("name", variants.some(PUBLISHED, ("tiny",)))
 def test_the_gradient_lowers_and_writes_no_scores(name: str, platform: str, dtype: str) -> None:
     heads, channels, tokens, width, _ = PUBLISHED[name]
     of = jax.ShapeDtypeStruct

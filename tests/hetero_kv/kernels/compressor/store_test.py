@@ -15,6 +15,7 @@ from hetero_kv.attention.pool import Paged
 from hetero_kv.attention.rope import Rope
 from hetero_kv.kernels.compressor import api, pallas_gpu
 from hetero_kv.kernels.compressor.reference import Pooling
+from tests import variants
 from tests.hetero_kv.kernels import memory, strict
 
 WIDTH, EPS, LAYERS, ROWS = 128, 1e-6, 2, 3
@@ -153,7 +154,7 @@ def test_any_lengths_and_tables(seed: int, dtype: str, paged: bool) -> None:
     check(case, run(case.how, *case.arrays))
 
 
-@pytest.mark.parametrize("name", strict.quick(KINDS, "csa", "hca", "hca decode"))
+@pytest.mark.parametrize("name", variants.some(KINDS, ("csa", "hca", "hca decode")))
 def test_tpu_kernel(name: str) -> None:
     ratio, overlap, size, entries, dtype = KINDS[name]
     case = make(ratio, ratio, overlap, dtype, size, entries)
@@ -167,7 +168,7 @@ def test_tpu_kernel_on_a_contiguous_pool_in_tiles() -> None:
     assert check(case, got) > 3
 
 
-@pytest.mark.parametrize("name", strict.quick(KINDS, "csa", "hca decode"))
+@pytest.mark.parametrize("name", variants.some(KINDS, ("csa", "hca decode")))
 def test_gpu_kernel(name: str) -> None:
     ratio, overlap, size, entries, dtype = KINDS[name]
     interpreter = strict.gpu_interpreter()
@@ -259,7 +260,7 @@ SHAPES = {  # ratio, overlap, width, rope dim, tokens of a call, entries of a pa
 }
 
 
-@pytest.mark.parametrize("name", strict.quick(SHAPES, "tiny", "csa entries", "hca decode"))
+@pytest.mark.parametrize("name", variants.some(SHAPES, ("tiny", "csa entries", "hca decode")))
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_lowers(name: str, platform: str) -> None:
     ratio, overlap, width, rope, size, entries, layers, rows = SHAPES[name]

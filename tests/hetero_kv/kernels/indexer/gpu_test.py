@@ -12,6 +12,7 @@ from hetero_kv.kernels.checks import as_jax
 from hetero_kv.kernels.indexer import pallas_gpu
 from hetero_kv.kernels.indexer.operands import Operands
 from hetero_kv.packing import Packing
+from tests import variants
 from tests.hetero_kv.kernels import strict
 from tests.hetero_kv.kernels.indexer import oracle
 from tests.hetero_kv.kernels.indexer.oracle import Case
@@ -63,13 +64,13 @@ def _run(operands: Operands, k: int, tiles: pallas_gpu.Tiles = TILES) -> np.ndar
     return np.asarray(jax.jit(run)(operands))
 
 
-@pytest.mark.parametrize("name", strict.quick(CASES, "ties", "float32"))
+@pytest.mark.parametrize("name", variants.some(CASES, ("ties", "float32")))
 def test_gpu_kernel_is_what_the_equations_say(name: str) -> None:
     # One chunk of four tiles: shared memory is used again.
     _check(CASES[name], pallas_gpu.Tiles(chunk=256) if name == "float32" else TILES)
 
 
-@pytest.mark.parametrize("name", strict.quick(PACKED, "published"))
+@pytest.mark.parametrize("name", variants.some(PACKED, ("published",)))
 def test_gpu_kernel_of_quantised_keys(name: str) -> None:
     _check(PACKED[name], pallas_gpu.Tiles(chunk=256))
 

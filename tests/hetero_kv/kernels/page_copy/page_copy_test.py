@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hetero_kv.kernels.page_copy import api, pallas_gpu, pallas_tpu
+from tests import variants
 from tests.hetero_kv.kernels import memory, strict
 
 PAGES, SALT = 5, 7 << 16
@@ -247,7 +248,7 @@ SHAPES = {  # layers, pages, entries, width
 }
 
 
-@pytest.mark.parametrize("name", strict.quick(SHAPES, "tiny", "Flash csa entries"))
+@pytest.mark.parametrize("name", variants.some(SHAPES, ("tiny", "Flash csa entries")))
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_lowers(name: str, platform: str) -> None:
     implementation = {"tpu": "pallas_tpu", "cuda": "pallas_gpu"}[platform]
