@@ -73,7 +73,7 @@ FORM = "page form"  # of pages that are read, and of those that are to be writte
 RECYCLED = "page generation"  # as leased
 OWNER = "page owner"  # as leased: the key of the prefix that a sealed page ends
 VALID = "page valid count"  # of entries, against the length
-PAGE_BYTES = "page checksum"  # of sealed pages, where a row goes on with them
+PAGE_BYTES = "page checksum"  # of pages, sealed or open, where a row goes on with them
 SLOT_BYTES = "slot checksum"  # of windows, tails and state, where a row goes on with them
 AUDIT = "audit"  # recompute and compare; answers come from the cold path (reuse="shadow")
 CHECKS = (

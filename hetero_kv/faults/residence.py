@@ -20,6 +20,7 @@ from hetero_kv.faults.forge import Held, Material
 from hetero_kv.faults.kinds import Case
 from hetero_kv.pages import cache as paged
 from hetero_kv.pages import slot_sums
+from hetero_kv.pages.layout import history_slots
 from hetero_kv.pages.validate import Expected, check, expect
 from hetero_kv.params import Params
 from hetero_kv.state import Cache
@@ -146,10 +147,9 @@ class Residence:
         """Checksums, where a row goes on."""
         pages, state = self._jitted.goes_on(cache, self.expected, self._sums)
         found: tuple[str, ...] = ()
-        for name, verdict in ((kinds.PAGE_BYTES, pages), (kinds.SLOT_BYTES, state)):
+        for name, bits in ((kinds.PAGE_BYTES, pages), (kinds.SLOT_BYTES, state)):
             if name not in off:
-                bits = np.asarray(verdict.bits) & validate.CHECKSUM
-                found += self._reasons(Verdict(bits, None), ROW)
+                found += self._reasons(Verdict(np.asarray(bits), None), ROW)
         return found
 
     def _prefill_refuses(self, cache: Cache) -> tuple[str, ...]:
@@ -202,11 +202,15 @@ class _Compiled:
         self.goes_on = jax.jit(self._traced_goes_on)
         self.masked = jax.jit(self._traced_masked, donate_argnums=1)
 
-    def _traced_goes_on(self, cache: Cache, expected: Expected, sums: jax.Array):
-        return (
-            check(self.spec, cache, expected, sealed=True),
-            slot_sums.changed(self.spec, cache, sums),
-        )
+    def _traced_goes_on(
+        self, cache: Cache, expected: Expected, sums: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Bits CHECKSUM u32[R, C] of pages, sealed and open, and of slots."""
+        sealed = check(self.spec, cache, expected, sealed=True).bits & validate.CHECKSUM
+        others = slot_sums.changed(self.spec, cache, sums).bits
+        history = history_slots(self.spec)
+        paged = jnp.array([name in history for name in validate.components(self.spec)])
+        return sealed | jnp.where(paged, others, 0), jnp.where(paged, 0, others)
 
     def _traced_masked(
         self, params: Params, cache: Cache, token: jax.Array, expected: Expected, mask: jax.Array

@@ -22,18 +22,14 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """All parameters of a model.
+    """A plan, and its parameters one by one.
 
     limit: bytes of memory for parameters, None: no limit.
     """
 
+    plan: Plan
     rows: tuple[Row, ...]
-    nbytes: int
-    read_nbytes: int
     limit: int | None
-    missing: tuple[str, ...]
-    extra: tuple[str, ...]
-    problems: tuple[str, ...]
 
     @property
     def fits(self) -> bool:
@@ -43,7 +39,7 @@ class DryRun:
     @property
     def ok(self) -> bool:
         """Whether loading would succeed, as far as headers tell."""
-        return self.fits and not self.problems
+        return self.fits and not self.plan.problems
 
     def text(self) -> str:
         """A table, and what is wrong."""
@@ -53,12 +49,13 @@ class DryRun:
             for row in self.rows
         ]  # fmt: skip
         lines = _table(("parameter", "shape", "in memory", "in files", "size", ""), cells)
-        lines += ["", f"in memory {_size(self.nbytes)}, read from files {_size(self.read_nbytes)}"]
+        nbytes, read = self.plan.nbytes, self.plan.read_nbytes
+        lines += ["", f"in memory {_size(nbytes)}, read from files {_size(read)}"]
         if self.limit is not None:
-            over = self.nbytes - self.limit
+            over = nbytes - self.limit
             verdict = f"{_size(over)} too much" if over > 0 else f"{_size(-over)} to spare"
             lines.append(f"limit {_size(self.limit)}: {verdict}")
-        lines += list(self.problems) or ["every tensor is accounted for"]
+        lines += list(self.plan.problems) or ["every tensor is accounted for"]
         return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
@@ -84,9 +81,7 @@ def dry_run(plan: Plan, limit: int | None = None) -> DryRun:
         )
         for source in plan.sources
     )
-    return DryRun(
-        rows, plan.nbytes, plan.read_nbytes, limit, plan.missing, plan.extra, plan.problems
-    )
+    return DryRun(plan, rows, limit)
 
 
 def _size(nbytes: int) -> str:

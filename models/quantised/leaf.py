@@ -1,8 +1,8 @@
 """Weights that stay in their files' quantised layout, as leaves of the parameters.
 
 They are dequantised where they are used, inside of the compiled call, one layer (of experts: one
-expert) at a time. The weights are bit by bit those that dequantising on load would have given; a
-compiler may still sum a product of them in another order (seen on the CPU: MLA's decode steps).
+expert) at a time. The weights are bit by bit those that dequantising on load would have given, and
+on the CPU so are their products.
 """
 
 import dataclasses
@@ -107,16 +107,33 @@ def logical(tree: Any) -> Any:
 
 
 def plain(tree: Any, x: jax.Array) -> Any:
-    """The tree with its packed leaves dequantised, not before `x` is there.
+    """The tree with its packed leaves dequantised, not before `x` is there, into arrays.
 
     Without that order a compiler is free to dequantise all layers first, or once before a loop over
-    decode steps: both would hold the model in full. (XLA drops barriers on the CPU before it
-    decides on the order, so what is read depends on `x`, by a bit that is never set.) A tree
-    without packed leaves is returned as it is.
+    decode steps: both would hold the model in full. And what it fuses with a product it may sum in
+    another order than a product with an argument of the call. A tree without packed leaves is
+    returned as it is.
     """
     if not any_packed(tree):
         return tree
     never = x[(0,) * x.ndim].astype(jnp.float32) > jnp.inf
+
+    def one(leaf: Any) -> Any:
+        if not is_packed(leaf):
+            return leaf
+        return jax.lax.platform_dependent(never, leaf, cpu=_branched, default=_barred)
+
+    return jax.tree.map(one, tree, is_leaf=is_packed)
+
+
+def _branched(never: jax.Array, leaf: Packed) -> jax.Array:
+    """XLA drops barriers on the CPU before it orders and fuses; nothing is fused with a branch."""
+    whole = leaf._abstract
+    return jax.lax.cond(never, lambda: jnp.zeros(whole.shape, whole.dtype), leaf.dequantise)
+
+
+def _barred(never: jax.Array, leaf: Packed) -> jax.Array:
+    """Elsewhere a branch may wait for the host, so what is read depends on a bit never set."""
 
     def late(held: jax.Array) -> jax.Array:
         if held.dtype == jnp.uint8:
@@ -124,10 +141,4 @@ def plain(tree: Any, x: jax.Array) -> Any:
         bits = jax.lax.bitcast_convert_type(held, jnp.uint32) ^ never.astype(jnp.uint32)
         return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
-    def one(leaf: Any) -> Any:
-        if not is_packed(leaf):
-            return leaf
-        # Where there are barriers, products see an array, as those of dequantised weights do.
-        return jax.lax.optimization_barrier(jax.tree.map(late, leaf).dequantise())
-
-    return jax.tree.map(one, tree, is_leaf=is_packed)
+    return jax.lax.optimization_barrier(jax.tree.map(late, leaf).dequantise())

@@ -1,4 +1,4 @@
-"""Checksums of slots see every bit of live rows, and nothing else."""
+"""Checksums of what is not sealed see every bit of live rows, and nothing else."""
 
 import functools
 
@@ -9,7 +9,11 @@ import pytest
 
 from hetero_kv import validate
 from hetero_kv.contract import History
+from hetero_kv.pages import cache as paged_cache
 from hetero_kv.pages import slot_sums
+from hetero_kv.pages.layout import Paging, history_slots
+from hetero_kv.pages.table import COMPLETE, WRITING
+from tests.hetero_kv.pages import convert
 from tests.hetero_kv.prefix import world
 from tests.hetero_kv.prefix.world import PROMPTS, SPEC, WHO
 
@@ -17,6 +21,7 @@ LENGTH = 2 * SPEC.granularity + 3
 SUMS = jax.jit(functools.partial(slot_sums.sums, SPEC))
 CHANGED = jax.jit(functools.partial(slot_sums.changed, SPEC))
 STATE = [x for x in SPEC.slots() if SPEC.group_of(x) == "checkpoint"]
+HISTORY = [x for x in SPEC.slots() if isinstance(x.leaf.contract, History)]
 NAMES = validate.components(SPEC)
 
 
@@ -60,9 +65,9 @@ def test_one_bit_of_a_live_row(slot) -> None:
         assert CHANGED(dead, before).ok.all()
 
 
-def test_history_is_left_to_pages_and_rows_may_be_left_out() -> None:
+def test_history_without_pages_is_left_out_and_rows_may_be_left_out() -> None:
     before = SUMS(cache())
-    for slot in (x for x in SPEC.slots() if isinstance(x.leaf.contract, History)):
+    for slot in HISTORY:
         changed = cache().with_leaves({slot: cache().leaf(slot) + 1})
         assert CHANGED(changed, before).ok.all()
     wrong = poked(STATE[0], 0, True)
@@ -80,3 +85,51 @@ def test_exchanged_rows_of_a_ring_are_noticed() -> None:
         value = np.array(cache().leaf(slot))
         value[:, 0, [i, j]] = value[:, 0, [j, i]]
         assert not CHANGED(cache().with_leaves({slot: jnp.array(value)}), before).ok[0]
+
+
+@functools.cache
+def paged():
+    """The same row in pages: those that it has filled are sealed, one of each component is open."""
+    one, spans = cache(), {}
+    for name, (slot, *_) in history_slots(SPEC).items():
+        contract = slot.leaf.contract
+        spans[name] = next(
+            x for x in (8, 12) if int(contract.count(LENGTH)) % (x // contract.stride)
+        )
+    paging = Paging.of(SPEC, one.batch, one.capacity, spans)
+    made = convert.into_pages(SPEC, one, paging, (0,))
+    made, flags = jax.jit(functools.partial(paged_cache.seal, SPEC))(made, np.int32(0))
+    assert int(flags) == 0
+    return made
+
+
+@functools.cache
+def sums_before():
+    return SUMS(paged())
+
+
+def with_bit(slot, page: int, entry: int):
+    """The paged cache with one bit of one entry changed."""
+    pool = np.array(paged().leaf(slot))
+    raw = np.ascontiguousarray(pool[-1, page, entry]).reshape(-1).view(np.uint8).copy()
+    raw[0] ^= 1
+    pool[-1, page, entry] = raw.view(pool.dtype).reshape(pool[-1, page, entry].shape)
+    return paged().with_leaves({slot: jnp.array(pool)})
+
+
+@pytest.mark.parametrize("slot", HISTORY, ids=lambda x: x.path)
+def test_open_pages_count_by_the_entries_written(slot) -> None:
+    """What is sealed has checksums of its own."""
+    component = slot.leaf.component
+    pages, page = paged().pages.tables[component], paged().pages.paging.page(component)
+    ids, written = np.asarray(pages.table[0]), int(page.contract.count(LENGTH))
+    column, held = divmod(written, page.entries)
+    assert held and np.asarray(pages.form)[ids[: column + 1]].tolist() == [COMPLETE] * column + [
+        WRITING
+    ]
+    for entry in range(page.entries):
+        found = CHANGED(with_bit(slot, ids[column], entry), sums_before())
+        told = [f"{component}: checksum"] if entry < held else []
+        assert validate.describe(SPEC, found, 0) == told
+    if column:
+        assert CHANGED(with_bit(slot, ids[0], 0), sums_before()).ok.all()
