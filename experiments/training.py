@@ -9,9 +9,10 @@ one that was left alone.
 import dataclasses
 import enum
 import functools
+import math
 import pathlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import jax
@@ -188,6 +189,7 @@ def run(config: train_config.TrainConfig, model: Model | None = None) -> TrainRe
 
     Raises:
       ValueError: The configuration is inconsistent, or the directory holds another run.
+      FloatingPointError: The loss is no number any more.
     """
     config.check()
     workdir = pathlib.Path(config.workdir)
@@ -227,6 +229,7 @@ def run(config: train_config.TrainConfig, model: Model | None = None) -> TrainRe
                 if last:
                     data["stopped"] = data["stopped"] or "steps"
                 if row:
+                    _check_finite(row, position, config)
                     writer.write(position, row)
                 shown.update(position, {k: v for k, v in row.items() if k in _SHOWN} or None)
                 if data["stopped"] or position % config.checkpoint_every == 0:
@@ -241,6 +244,19 @@ def run(config: train_config.TrainConfig, model: Model | None = None) -> TrainRe
 
 
 _SHOWN = ("loss", "accuracy", "eval_loss", "eval_accuracy", "indexer_kl")
+
+
+def _check_finite(
+    row: Mapping[str, float], position: int, config: train_config.TrainConfig
+) -> None:
+    wrong = {name: x for name, x in row.items() if name.endswith("loss") and not math.isfinite(x)}
+    if wrong:
+        told = ", ".join(f"{name} {value}" for name, value in wrong.items())
+        raise FloatingPointError(
+            f"step {position}: {told}. Nothing of it is saved; checkpoints before it are in "
+            f"{config.workdir}. Lower optimizer.learning_rate={config.optimizer.learning_rate}, or "
+            "run with JAX_DEBUG_NANS=true, which stops where the first one comes from"
+        )
 
 
 class _Clock:

@@ -32,7 +32,10 @@ def begin(shape: tuple[int, ...], width: int, sinks: jax.Array | None) -> State:
 
 
 def _merge(state: State, scores: jax.Array, mask: jax.Array) -> tuple[State, jax.Array]:
-    top = jnp.maximum(state.top, jnp.max(jnp.where(mask, scores, MASKED), axis=-1))
+    # Masked before the exponential too: where nothing is visible it would be infinite, and the
+    # gradient of what is masked after it not a number.
+    scores = jnp.where(mask, scores, MASKED)
+    top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
     weights = jnp.where(mask, jnp.exp(scores - top[..., None]), 0.0)
     shrink = jnp.exp(state.top - top)
     total = state.total * shrink + jnp.sum(weights, axis=-1)

@@ -114,9 +114,12 @@ class Nsa:
         dots = jnp.einsum(
             "rsghc,rkgc->rsghk", q, k.astype(q.dtype), preferred_element_type=jnp.float32
         )
-        share = jnp.exp(dots * self.scale - state.top[..., None])
+        # Where nothing is visible `top` is the mask's: its exponential would be infinite, and the
+        # gradient of what is masked after it not a number.
+        seen = mask[:, :, None, None]
+        share = jnp.exp(jnp.where(seen, dots * self.scale - state.top[..., None], 0.0))
         share = share / jnp.where(state.total > 0, state.total, 1.0)[..., None]
-        share = jnp.where(mask[:, :, None, None], share, 0.0)
+        share = jnp.where(seen, share, 0.0)
         total = share[..., 0, :]
         for head in range(1, share.shape[-2]):
             total = total + share[..., head, :]

@@ -94,6 +94,12 @@ class LearningTest(TemporaryTest):
         self.assertEqual(again.results, first.results)
         self.assertTrue(equal(again.params, first.params))
 
+    def test_a_loss_that_is_no_number_stops_the_run(self):
+        config = tiny(self.dir, **{"optimizer.learning_rate": 1e30})
+        with self.assertRaisesRegex(FloatingPointError, "learning_rate=1e\\+30"):
+            training.run(config)
+        self.assertFalse((self.dir / "results.json").exists())
+
 
 class ResumeTest(TemporaryTest):
     @pytest.mark.full

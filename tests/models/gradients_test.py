@@ -12,7 +12,7 @@ from hetero_kv.params import Params
 from models.decoder import Decoder
 from models.hf import deepseek_v4
 from tests import variants
-from tests.models import tiny
+from tests.models import families, tiny
 from tests.oracle import attention as oracle_attention
 from tests.oracle import decoder as oracle
 from tests.oracle.maths import linear, rms_norm
@@ -187,6 +187,24 @@ def attention_targets(weights: Weights, forced: dict[int, np.ndarray]) -> np.nda
     again = linear(hidden, weights["lm_head.weight"])
     np.testing.assert_allclose(again, oracle.forward(config, weights, row(), forced)[0])
     return np.stack(out)
+
+
+@pytest.mark.parametrize(
+    "name",
+    variants.some((*tiny.CHANGES, *families.every()), ("nothing_to_see", "nsa")),
+)
+def test_gradients_are_numbers(name: str) -> None:
+    """Also of tokens that see nothing at all in a branch or layer, as the first ones do."""
+    made, params = tiny.model(name)
+    leaves, join = split(params)
+
+    def loss(values: list[jax.Array]) -> jax.Array:
+        logits = made.forward(join(values), tiny.tokens()[:, :TOKENS])
+        return -jnp.mean(jax.nn.log_softmax(logits)[..., 0])
+
+    gradients = jax.jit(jax.grad(loss), compiler_options=tiny.FAST_COMPILE)(leaves)
+    assert all(np.isfinite(x).all() for x in gradients)
+    assert np.mean([np.any(np.asarray(x) != 0) for x in gradients]) > 0.7
 
 
 @pytest.mark.parametrize("select", ("topk", "all"))
