@@ -30,7 +30,7 @@ class RecallConfig:
     border_steps: int = 1_000  # B5: of the misaligned arms, which leave their plateau late
     windows: tuple[int, ...] = (0, 4)  # B6: of the CSA layer, beside base's
     distances: tuple[int, ...] = (4, 8, 12, 16, 24, 32, 40)  # B7
-    induction_steps: int = 400
+    induction_steps: int = 2_500  # B7: after 400 nothing copies far yet
     workdir: str = "runs/recall"
 
     def check(self) -> None:

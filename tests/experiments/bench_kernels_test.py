@@ -35,6 +35,7 @@ class BenchKernelsTest(absltest.TestCase):
         report = (pathlib.Path(config.workdir) / "report.md").read_text()
         self.assertIn("Kernels on cpu", report)
 
+    @pytest.mark.full
     def test_kernels_are_checked_by_an_interpreter(self):
         config = self.config(ops=("page_copy", "compressor"), interpret=True)
         results = bench_kernels.run(config)

@@ -131,6 +131,7 @@ class RunTest(absltest.TestCase):
         super().setUp()
         self.directory = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
 
+    @pytest.mark.full
     def test_measures_writes_and_goes_on_where_it_stopped(self):
         config = tiny(workdir=str(self.directory))
         results = runner.run(config)

@@ -27,6 +27,7 @@ def config(directory: pathlib.Path, **changes: object) -> FaultsConfig:
     return config_tools.override(found, small | changes)
 
 
+@pytest.mark.full
 def test_a_run_and_its_files(tmp_path: pathlib.Path) -> None:
     chosen = config(tmp_path, kinds=(kinds.ZERO,), checks=(kinds.CHECKSUM,))
     results = faults.run(chosen)

@@ -27,6 +27,7 @@ def run(tmp_path_factory) -> tuple[TtftConfig, dict]:
     return made, ttft.run(made)
 
 
+@pytest.mark.full
 def test_what_is_served(run) -> None:
     _, results = run
     assert list(results["cells"]) == ["hybrid/40", "hybrid/70", "full/40", "full/70"]
@@ -51,6 +52,7 @@ def test_what_is_served(run) -> None:
     assert counted == sorted(counted, reverse=True)
 
 
+@pytest.mark.full
 def test_what_is_written(run) -> None:
     made, results = run
     place = pathlib.Path(made.workdir)
@@ -67,6 +69,7 @@ def test_what_is_written(run) -> None:
         assert f"({name}.png)" in text and (place / f"{name}.png").stat().st_size > 5_000
 
 
+@pytest.mark.full
 def test_a_finished_cell_is_not_run_again(run, monkeypatch: pytest.MonkeyPatch) -> None:
     made, results = run
     asked = []
@@ -86,6 +89,7 @@ def test_a_finished_cell_is_not_run_again(run, monkeypatch: pytest.MonkeyPatch) 
     assert set(ttft.run(made)["cells"]) == set(results["cells"]) and asked == [40]
 
 
+@pytest.mark.full
 def test_a_timeline_is_the_request(run) -> None:
     _, results = run
     cold, warm = (results["timelines"]["hybrid"]["full/host"][x] for x in ("cold", "warm"))

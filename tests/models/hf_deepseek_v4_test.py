@@ -67,7 +67,7 @@ def assert_same_tree(left, right):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-@pytest.mark.parametrize("name", variants.some(NAMES, NAMES[:2]))
+@pytest.mark.parametrize("name", variants.some(NAMES, NAMES[:1]))
 def test_forward_equals_hugging_face(name):
     model, params = hf.from_pretrained(GOLDENS / name)
     tokens, expected = golden(name)

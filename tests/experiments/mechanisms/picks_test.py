@@ -41,6 +41,7 @@ def test_the_oracle_attends_the_entries_that_dense_attention_weighs_most(given) 
     np.testing.assert_allclose(shares, kept, atol=1e-5)
 
 
+@pytest.mark.full
 def test_random_picks_are_as_many_and_others(given) -> None:
     params, tokens = given
     logits, shares = seen(selection_probe.picking(CONFIG, "random", K), params, tokens, "topk")

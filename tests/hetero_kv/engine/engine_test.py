@@ -7,7 +7,6 @@ import pytest
 
 from hetero_kv import Request, Sampling
 from hetero_kv.requests import ADMITTED, FINISHED, PREEMPTED, TOKEN
-from tests import variants
 from tests.hetero_kv.engine import world
 from tests.models import families
 
@@ -45,9 +44,8 @@ def test_batch_mates_and_slots_do_not_matter(reuse: str, order: list[int], paged
     assert (reused > 0) == (reuse == "validated")
 
 
-@pytest.mark.parametrize(
-    "name, paged", variants.some([("v4", False), ("v4", True), ("packed", True)], [("v4", True)])
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name, paged", [("v4", False), ("v4", True), ("packed", True)])
 def test_a_model_of_every_mechanism(name: str, paged: bool) -> None:
     store = world.store(name)
     made = world.engine("validated", name, store=store, audit_share=1.0, paged=paged)

@@ -57,7 +57,7 @@ def test_all_that_can_happen_compiles_each_function_once(paged: bool) -> None:
     assert set(before) <= set(rows.guard.counts)
 
 
-@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@pytest.mark.parametrize("paged", variants.some([False, True], [True]))
 def test_the_decode_step_is_one_program_for_every_mix(paged: bool) -> None:
     """Its text, lowered with what the cache and the rows hold at the moment."""
     made = world.engine(paged=paged, validate=True)

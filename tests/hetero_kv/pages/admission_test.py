@@ -298,5 +298,6 @@ def test_kept_pages_outlive_their_row() -> None:
     assert (np.asarray(flags)[lent.whole > 0] != 0).all()
 
 
+@pytest.mark.full
 def test_one_program_for_all() -> None:
     assert all(x._cache_size() <= 2 for x in (ADMIT, SETTLE, FAIL, REVOKE))

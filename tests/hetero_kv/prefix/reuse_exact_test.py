@@ -122,6 +122,7 @@ def test_hash_only_is_right_on_full_attention():
     assert b.same_as_cold(1, n, 80, logits, cache)
 
 
+@pytest.mark.full
 def test_the_last_call_does_not_depend_on_batch_mates():
     b, n = bench("wide"), 64 + 9
     found = []

@@ -209,7 +209,7 @@ def test_wrong_arguments() -> None:
     bytes_of = packed.packing.pack(jnp.zeros(data.keys.pages.shape))
     quantised = Packed(data.keys._replace(pages=bytes_of), packed.packing)
     assert call(keys=quantised).shape == (2, 4)
-    with pytest.raises(NotImplementedError, match=r"12 bytes.*align=128"):
+    with pytest.raises(NotImplementedError, match="heads of 16"):
         call(keys=quantised, implementation="pallas_gpu")
     odd = data.keys._replace(pages=data.keys.pages[:, :, :6])
     with pytest.raises(NotImplementedError, match="power of two"):
