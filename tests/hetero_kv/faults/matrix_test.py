@@ -2,6 +2,7 @@
 
 import collections
 import functools
+from collections.abc import Collection
 
 import numpy as np
 import pytest
@@ -79,17 +80,21 @@ def with_guards_off(made: Bench, some, directory) -> None:
     assert set(silent) == {case.guard for case in some}, silent
 
 
-def sampled(made: Bench) -> list[kinds.Case]:
-    """Every kind at every moment; all lines and components are in the full product."""
-    return list({(x.kind, x.moment): x for x in kinds.covering(made.cases())}.values())
+def sampled(made: Bench, moments: Collection[str]) -> list[kinds.Case]:
+    """Every kind at these moments; all lines and components are in the full product."""
+    some = [x for x in kinds.covering(made.cases()) if x.moment in moments]
+    return list({(x.kind, x.moment): x for x in some}.values())
 
 
 def test_a_covering_sample(tmp_path) -> None:
     made = bench()
     assert made.outputs == 2 * 4 + 1
     assert {x.guard for x in kinds.covering(made.cases())} == set(kinds.CHECKS)
-    with_all_on(made, sampled(made), tmp_path / "on")
-    with_all_off(made, sampled(made), tmp_path / "off")
+    sample = sampled(
+        made, set(kinds.MOMENTS) - {kinds.DEVICE}
+    )  # which pages have
+    with_all_on(made, sample, tmp_path / "on")
+    with_all_off(made, sample, tmp_path / "off")
 
 
 @pytest.mark.full
@@ -100,8 +105,8 @@ def test_every_check_is_needed(tmp_path) -> None:
 
 def test_a_covering_sample_in_pages(tmp_path) -> None:
     made = bench("small", PagedBench)
-    sample = sampled(made)
-    assert {x.moment for x in sample} == set(kinds.MOMENTS) and len({x.kind for x in sample}) >= 14
+    sample = sampled(made, (kinds.DEVICE, kinds.ROW, kinds.HOST))
+    assert len({x.kind for x in sample}) >= 14
     with_all_on(made, sample, tmp_path / "on")
     with_all_off(made, sample, tmp_path / "off")
     with pytest.raises(ValueError, match="all checks are on, or all are off"):
