@@ -90,9 +90,7 @@ def test_a_covering_sample(tmp_path) -> None:
     made = bench()
     assert made.outputs == 2 * 4 + 1
     assert {x.guard for x in kinds.covering(made.cases())} == set(kinds.CHECKS)
-    sample = sampled(
-        made, set(kinds.MOMENTS) - {kinds.DEVICE}
-    )  # which pages have
+    sample = sampled(made, set(kinds.MOMENTS) - {kinds.DEVICE})  # which pages have
     with_all_on(made, sample, tmp_path / "on")
     with_all_off(made, sample, tmp_path / "off")
 
