@@ -42,8 +42,8 @@ def run(main: Callable[[object], object], default: str) -> None:
             raise app.UsageError(f"unexpected arguments: {argv[1:]}")
         try:
             main(holder.value)
-        except ValueError as error:
-            # Wrong input, not a fault of the program: the message says it all.
+        except (ValueError, FloatingPointError) as error:
+            # Wrong input or a diverged run, not a fault of the program: the message says it all.
             raise SystemExit(f"{program}: {error}") from error
 
     app.run(call, argv=arguments)

@@ -43,11 +43,11 @@ class LmConfig:
         counts = (self.seeds, self.jobs, self.text_batches, self.grid_batches, self.longer)
         if not self.rows or min(counts) < 1:
             raise ValueError("rows, seeds, jobs, text_batches, grid_batches and longer: at least 1")
-        if list(self.edges) != sorted({*self.edges}) or not 0 < self.edges[0] <= self.edges[-1]:
+        if not self.edges or list(self.edges) != sorted({*self.edges}) or self.edges[0] <= 0:
             raise ValueError(f"edges={self.edges} must rise from above 0")
         if self.edges[-1] >= task.length:
             raise ValueError(f"edges={self.edges} must lie below {task.length=}")
-        if not self.lengths or max(self.lengths) > task.length:
+        if not self.lengths or min(self.lengths) < 1 or max(self.lengths) > task.length:
             raise ValueError(f"lengths={self.lengths} are at most {task.length=}")
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise ValueError(f"depths={self.depths} lie in 0..1")

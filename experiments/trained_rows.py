@@ -12,6 +12,7 @@ import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 
+import models as decoders
 from experiments import progress, run_record, sweep_results, train_config, training
 from experiments.trained_models import Models, digest
 
@@ -67,6 +68,13 @@ def run(rows: Sequence[Row], place: str | os.PathLike, seeds: int, jobs: int) ->
     place = pathlib.Path(place)
     (place / "cells").mkdir(parents=True, exist_ok=True)
     models = Models(place / "models")
+    for row in rows:  # all of them before hours go into the first
+        for arm, made in row.arms.items():
+            try:
+                dataclasses.replace(made, workdir=str(place)).check()
+                decoders.build(made.model)
+            except ValueError as error:
+                raise ValueError(f"{row.name}, arm {arm}: {error}") from error
     cells = [Cell(row, arm, seed) for row in rows for arm in row.arms for seed in range(seeds)]
     models.train([x.config for x in cells if _read(place, x) is None], jobs)
     found: Results = {}

@@ -228,11 +228,12 @@ def run(config: train_config.TrainConfig, model: Model | None = None) -> TrainRe
                         data["stopped"] = "target"
                 if last:
                     data["stopped"] = data["stopped"] or "steps"
+                saves = bool(data["stopped"]) or position % config.checkpoint_every == 0
+                _check_finite(row, state.params if saves else {}, position, config)
                 if row:
-                    _check_finite(row, position, config)
                     writer.write(position, row)
                 shown.update(position, {k: v for k, v in row.items() if k in _SHOWN} or None)
-                if data["stopped"] or position % config.checkpoint_every == 0:
+                if saves:
                     writer.flush()  # a checkpoint vouches for the rows before it
                     data |= {"position": position, "seconds": clock.seconds()}
                     saved.save(position, state, data)
@@ -247,15 +248,19 @@ _SHOWN = ("loss", "accuracy", "eval_loss", "eval_accuracy", "indexer_kl")
 
 
 def _check_finite(
-    row: Mapping[str, float], position: int, config: train_config.TrainConfig
+    row: Mapping[str, float], params: dict, position: int, config: train_config.TrainConfig
 ) -> None:
-    wrong = {name: x for name, x in row.items() if name.endswith("loss") and not math.isfinite(x)}
+    """Of what is written or saved now, so that no checkpoint holds what cannot go on."""
+    wrong = [f"{name} {x}" for name, x in row.items() if "loss" in name and not math.isfinite(x)]
+    floats = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
+    if floats and not all(bool(jnp.isfinite(x).all()) for x in floats):
+        wrong.append("weights that are no numbers")
     if wrong:
-        told = ", ".join(f"{name} {value}" for name, value in wrong.items())
         raise FloatingPointError(
-            f"step {position}: {told}. Nothing of it is saved; checkpoints before it are in "
-            f"{config.workdir}. Lower optimizer.learning_rate={config.optimizer.learning_rate}, or "
-            "run with JAX_DEBUG_NANS=true, which stops where the first one comes from"
+            f"step {position}: {', '.join(wrong)}. Nothing of this step is saved; take another "
+            "workdir with an optimizer.learning_rate below "
+            f"{config.optimizer.learning_rate}, or run with JAX_DEBUG_NANS=true, which stops where "
+            "the first one comes from"
         )
 
 

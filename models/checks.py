@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hetero_kv.attention.fields import check_integer, check_like
@@ -12,6 +13,7 @@ from hetero_kv.kernels.dispatch import IMPLEMENTATIONS
 from models.config import DecoderConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
+MOST_ALIGN = 1 << 12  # bytes
 POSITIVE = ("vocab_size", "d_model", "n_heads", "head_dim", "n_kv_heads", "d_ff", "chunk")
 TABLES = {"layer_types": "attention", "mlp_types": "mlps"}
 NOT_NEGATIVE = (
@@ -42,6 +44,16 @@ def check_config(config: DecoderConfig) -> None:
     for name in ("param_dtype", "dtype", "cache_dtype"):
         if getattr(config, name) not in DTYPES:
             raise ValueError(f"{name}={getattr(config, name)!r}: use one of {DTYPES}")
+    if jnp.promote_types(config.dtype, config.param_dtype) != jnp.dtype(config.dtype):
+        raise ValueError(
+            f"dtype={config.dtype!r} with param_dtype={config.param_dtype!r}: products with such "
+            f"weights come out wider than the activations; set param_dtype={config.dtype!r} too"
+        )
+    if not 0 <= config.cache_align <= MOST_ALIGN:
+        raise ValueError(
+            f"cache_align={config.cache_align}: bytes from 0 (as published) to {MOST_ALIGN}; "
+            "kernels read multiples of 128"
+        )
     if not isinstance(config.cache_layouts, Mapping):
         raise ValueError(f"cache_layouts={config.cache_layouts!r} maps names of leaves to layouts")
     for name in ("norm_eps", "hc_eps", "rope_theta", "compress_rope_theta"):

@@ -144,7 +144,11 @@ def main(values: flags.FlagValues) -> None:
     shared = {"dtype": values.dtype}
     quantised = {"keep_quantised": values.keep_quantised}
     if values.dry_run:
-        limit = None if values.memory_gib is None else int(values.memory_gib * (1 << 30))
+        limit = None
+        if values.memory_gib is not None:
+            if not 0 < values.memory_gib < float("inf"):
+                raise ValueError(f"memory_gib={values.memory_gib} is a finite number above 0")
+            limit = int(values.memory_gib * (1 << 30))
         text, ok = describe(
             source, **shared, **quantised, model_type=values.model_type, limit=limit
         )

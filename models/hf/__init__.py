@@ -62,7 +62,7 @@ def from_pretrained(
     Block-scaled FP8 and FP4 weights (see `models.hf.stored`) become `param_dtype`; with
     `keep_quantised` those of layers stay as they are in the files and are dequantised in the
     compiled calls, one layer at a time, to the same values. progress: called after every tensor.
-    `changes` are fields of `DecoderConfig` to set, such as `dtype="bfloat16"` or `chunk=128`.
+    `changes` are fields of `DecoderConfig` to set, such as `param_dtype="bfloat16"` or `chunk=128`.
     Raises ValueError naming every field or tensor that does not fit.
     """
     fields, found = _fields(directory)

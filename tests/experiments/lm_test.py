@@ -154,7 +154,8 @@ def test_a_run_end_to_end(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize(
     "field, value",
-    [("rows", ("C9",)), ("seeds", 0), ("edges", (128, 32)), ("edges", (256,)), ("lengths", (512,)),
+    [("rows", ("C9",)), ("seeds", 0), ("edges", (128, 32)), ("edges", (256,)),
+     ("edges", ()), ("lengths", (0,)), ("lengths", (512,)),
      ("depths", (2.0,)), ("workdir", "")],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(field: str, value: object) -> None:

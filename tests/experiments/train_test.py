@@ -16,7 +16,14 @@ import pytest
 from absl.testing import absltest, parameterized
 
 import models
-from experiments import checkpoint, config_tools, optimizer, tasks, training
+from experiments import (
+    checkpoint,
+    config_tools,
+    optimizer,
+    tasks,
+    train_checkpoints,
+    training,
+)
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RECALL = str(ROOT / "configs" / "train_recall.py")
@@ -96,9 +103,19 @@ class LearningTest(TemporaryTest):
 
     def test_a_loss_that_is_no_number_stops_the_run(self):
         config = tiny(self.dir, **{"optimizer.learning_rate": 1e30})
-        with self.assertRaisesRegex(FloatingPointError, "learning_rate=1e\\+30"):
+        with self.assertRaisesRegex(FloatingPointError, "learning_rate below 1e\\+30"):
             training.run(config)
         self.assertFalse((self.dir / "results.json").exists())
+
+    def test_weights_that_are_no_numbers_are_not_saved(self):
+        changes = {"optimizer.learning_rate": 1e30, "optimizer.warmup_steps": 3}
+        config = tiny(self.dir, log_every=40, eval_every=40, checkpoint_every=1, **changes)
+        with self.assertRaisesRegex(FloatingPointError, "weights that are no numbers"):
+            training.run(config)
+        with train_checkpoints.TrainCheckpoints(self.dir / "checkpoints", keep=2) as saved:
+            state = training.init_state(config, models.build(config.model))
+            state, _ = saved.restore(saved.latest_step, state)
+        self.assertTrue(all(np.isfinite(x).all() for x in jax.tree.leaves(state.params)))
 
 
 class ResumeTest(TemporaryTest):

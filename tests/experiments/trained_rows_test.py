@@ -82,6 +82,15 @@ def test_the_tidy_file(tmp_path: pathlib.Path) -> None:
     assert len(lines) == 1 + 2 * 6
 
 
+def test_all_arms_are_checked_before_the_first_is_trained(tmp_path: pathlib.Path) -> None:
+    good = train_test.tiny("unused")
+    bad = dataclasses.replace(good, model=good.model.replace(window=-1))
+    row = trained_rows.Row("X", {"good": good, "bad": bad}, lambda *_: {})
+    with pytest.raises(ValueError, match=r"X, arm bad: .*window"):
+        trained_rows.run([row], tmp_path, 1, 1)
+    assert not list((tmp_path / "models").glob("*"))
+
+
 def test_digests_name_what_decides_a_model() -> None:
     base = train_test.tiny("a")
     assert trained_models.digest(base) == trained_models.digest(train_test.tiny("b"))

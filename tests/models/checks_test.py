@@ -21,6 +21,9 @@ from hetero_kv.attention import registry
         ("yarn_factor", -2.0),
         ("cache_dtype", "int8"),
         ("dtype", "bfloat"),
+        ("dtype", "bfloat16"),  # its weights are float32
+        ("cache_align", -128),
+        ("cache_align", 1 << 20),
     ],
 )
 def test_a_senseless_field_is_named(field: str, value: object):
