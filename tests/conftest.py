@@ -22,8 +22,8 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 # Seconds of test time (set-up, call and tear-down, summed over workers, no compilation cache) that
-# each suite may take on 2 cores in `make test`, and for parity in `make parity`. Without parity they
-# add up to less than twice the 14 minutes that the tests of `make test` may take on two workers.
+# each suite may take on 2 cores in `make test`, and for parity in `make parity`. Without parity
+# they add up to less than twice the 14 minutes that `make test` may take for them on two workers.
 BUDGETS = {
     "hetero_kv": 880,
     "models": 340,
