@@ -33,7 +33,7 @@ def tiny(**changes) -> bench_config.BenchConfig:
     """The quick form of the shipped configuration, with fewer layers."""
     config = config_tools.load(str(ROOT / "configs" / "bench_model.py"))
     config.small.model = config.small.model.replace(
-        layer_types=("swa",), mlp_types=("hash_moe",), chunk=16
+        layer_types=("swa", "csa"), mlp_types=("hash_moe", "moe"), chunk=16
     )
     config.small.layouts = ("unstacked",)
     config.compile.model = config.small.model.replace(
@@ -108,7 +108,7 @@ class TimingTest(absltest.TestCase):
 
 class FilledCacheTest(absltest.TestCase):
     def test_evidence_agrees_with_length(self):
-        model = models.build(bench_config.small().model.replace(layer_types=("swa", "csa") * 2))
+        model = models.build(tiny().small.model)
         cache = weights.filled_cache(model, 2, 27, 64, seed=0)
         self.assertEqual(cache.length.tolist(), [27, 27])
         kinds = set()

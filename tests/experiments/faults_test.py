@@ -28,19 +28,6 @@ def config(directory: pathlib.Path, **changes: object) -> FaultsConfig:
 
 
 @pytest.mark.full
-def test_a_run_and_its_files(tmp_path: pathlib.Path) -> None:
-    chosen = config(tmp_path, kinds=(kinds.ZERO,), checks=(kinds.CHECKSUM,))
-    results = faults.run(chosen)
-    place = pathlib.Path(chosen.workdir)
-    assert json.loads((place / "results.json").read_text()) == json.loads(json.dumps(results))
-    on, off = results["summary"][ALL_ON], results["summary"][ALL_OFF]
-    assert on["refused"] == on["right_reason"] == on["trials"] > 3
-    assert off["faults"] == off["bites"] == on["trials"]
-    shown = exhibit_of(str(place))  # as a report joins it
-    assert list(shown.figures) == ["faults"] and (place / "faults.png").stat().st_size > 5_000
-
-
-@pytest.mark.full
 def test_files_and_claims(tmp_path: pathlib.Path) -> None:
     chosen = config(tmp_path)
     results = faults.run(chosen)

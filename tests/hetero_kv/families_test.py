@@ -43,10 +43,7 @@ def one_each(cases: list[Case]) -> list[Case]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "name",
-    ("packed", *families.every()),
-)
+@pytest.mark.parametrize("name", ("packed", *families.every()))
 def test_a_fault_of_every_component_is_caught(name: str, tmp_path) -> None:
     made = bench(name)
     some = one_each(made.cases())

@@ -93,7 +93,7 @@ def run(length: int, other: int) -> Cache:
 def test_pages_have_the_bits_of_a_contiguous_cache(name: str) -> None:
     made, params = model(name)
     rows, pages, tokens = tiny.empty(made), empty(name), tiny.tokens()
-    for part, valid in ((tokens[:, :16], (16, 13)), (tokens[:, 16:32], (16, 3))):
+    for part, valid in ((tokens[:, :20], (20, 13)), (tokens[:, 20:41], (21, 3))):
         want, rows = made.prefill(params, part, rows, np.array(valid))
         have, pages = made.prefill(params, part, pages, np.array(valid))
         np.testing.assert_array_equal(want, have)

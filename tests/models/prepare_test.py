@@ -14,7 +14,7 @@ def test_prepared_weights_give_the_same_logits() -> None:
     apart = models.build(config.replace(scan_layers=False))
     params = apart.init(jax.random.key(0))
     prepared = apart.prepare(params)
-    tokens = tiny.tokens()[:, :16]  # one size of call
+    tokens = tiny.tokens()[:, :21]
 
     def run(weights) -> tuple[np.ndarray, np.ndarray]:
         logits, cache = apart.prefill(weights, tokens, apart.init_cache(tiny.ROWS, tiny.CAPACITY))

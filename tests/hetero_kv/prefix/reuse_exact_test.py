@@ -15,11 +15,11 @@ from tests.models import families
 
 POLICIES = ("full", "periodic:2", "end", "fork", "zero")
 # Every family goes through the store in the engine's tests too.
-MODELS = variants.some(("tiny", "full", "v4", *families.names()), ("tiny",))
-CASES = [
-    *((x, policy) for x in ("tiny", "v4", *families.every()) for policy in POLICIES),
-]
-CASES = variants.some(CASES, CASES[: len(POLICIES)])
+MODELS = variants.some(("tiny", "full", "v4", "nsa", *families.names()), ("tiny",))
+CASES = variants.some(
+    [(name, policy) for name in ("tiny", "v4", *families.every()) for policy in POLICIES],
+    [("tiny", policy) for policy in POLICIES],
+)
 
 
 @pytest.mark.parametrize("name", MODELS)
