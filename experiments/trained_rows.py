@@ -12,7 +12,7 @@ import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 
-import models as decoders
+import models
 from experiments import progress, run_record, sweep_results, train_config, training
 from experiments.trained_models import Models, digest
 
@@ -67,22 +67,16 @@ def run(rows: Sequence[Row], place: str | os.PathLike, seeds: int, jobs: int) ->
     """
     place = pathlib.Path(place)
     (place / "cells").mkdir(parents=True, exist_ok=True)
-    models = Models(place / "models")
-    for row in rows:  # all of them before hours go into the first
-        for arm, made in row.arms.items():
-            try:
-                dataclasses.replace(made, workdir=str(place)).check()
-                decoders.build(made.model)
-            except ValueError as error:
-                raise ValueError(f"{row.name}, arm {arm}: {error}") from error
+    _check(rows, place)  # all of them before hours go into the first
+    trained = Models(place / "models")
     cells = [Cell(row, arm, seed) for row in rows for arm in row.arms for seed in range(seeds)]
-    models.train([x.config for x in cells if _read(place, x) is None], jobs)
+    trained.train([x.config for x in cells if _read(place, x) is None], jobs)
     found: Results = {}
     with progress.Progress(len(cells), title="cells measured") as bar:
         for done, cell in enumerate(cells, 1):
             metrics = _read(place, cell)
             if metrics is None:
-                metrics = cell.row.measure(cell.config, models.get(cell.config))
+                metrics = cell.row.measure(cell.config, trained.get(cell.config))
                 run_record.write_json(place / "cells" / f"{cell.digest}.json", metrics)
                 metrics = _read(place, cell)  # what a later run reads
             found.setdefault(cell.row.name, {}).setdefault(cell.arm, {})[str(cell.seed)] = metrics
@@ -90,6 +84,17 @@ def run(rows: Sequence[Row], place: str | os.PathLike, seeds: int, jobs: int) ->
     for row in rows:
         _write(place, [x for x in cells if x.row is row], found[row.name])
     return found
+
+
+def _check(rows: Sequence[Row], place: pathlib.Path) -> None:
+    """Raises ValueError naming an arm that cannot be trained."""
+    for row in rows:
+        for arm, made in row.arms.items():
+            try:
+                dataclasses.replace(made, workdir=str(place)).check()
+                models.build(made.model)
+            except ValueError as error:
+                raise ValueError(f"{row.name}, arm {arm}: {error}") from error
 
 
 def _read(place: pathlib.Path, cell: Cell) -> dict | None:

@@ -189,7 +189,7 @@ def run(config: train_config.TrainConfig, model: Model | None = None) -> TrainRe
 
     Raises:
       ValueError: The configuration is inconsistent, or the directory holds another run.
-      FloatingPointError: The loss is no number any more.
+      FloatingPointError: The loss, or a weight, is no number any more.
     """
     config.check()
     workdir = pathlib.Path(config.workdir)
@@ -252,8 +252,7 @@ def _check_finite(
 ) -> None:
     """Of what is written or saved now, so that no checkpoint holds what cannot go on."""
     wrong = [f"{name} {x}" for name, x in row.items() if "loss" in name and not math.isfinite(x)]
-    floats = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
-    if floats and not all(bool(jnp.isfinite(x).all()) for x in floats):
+    if not all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(params)):
         wrong.append("weights that are no numbers")
     if wrong:
         raise FloatingPointError(

@@ -25,6 +25,7 @@ below 2^-126 count as 0.
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -146,6 +147,13 @@ class Packing:
         return sizes | {"zeros": -sum(sizes.values()) % (self.align or own.align)}
 
     @property
+    def offsets(self) -> dict[str, int]:
+        """The first byte of every section."""
+        sizes = self.sections
+        starts = itertools.accumulate(sizes.values(), initial=0)
+        return dict(zip(sizes, starts, strict=False))
+
+    @property
     def bytes(self) -> int:
         """Bytes of a row."""
         return sum(self.sections.values())
@@ -157,9 +165,7 @@ class Packing:
         if value < self.coded:
             last = (value + 1) * KINDS[self.kind].code.bits - 1
             return last // 8, last % 8
-        sizes = self.sections
-        before = list(sizes).index("rope")
-        return sum(list(sizes.values())[:before]) + 2 * (value - self.coded) + 1, 7
+        return self.offsets["rope"] + 2 * (value - self.coded) + 1, 7
 
     def pack(self, rows: jax.Array) -> jax.Array:
         """Float rows [..., width] to u8[..., bytes]."""

@@ -190,9 +190,9 @@ class Reuser:
             self._sample(entry, cache)
             return cache
         audit = self.audits.get(entry.handle)
-        # Of the run that is served: one that starts over after it may go wrong, or stand elsewhere.
-        wanted = audit is not None and audit.cold is None and audit.served is None
-        if self.mode == SHADOW and wanted and run.position == audit.length:
+        # Once: a run that starts over after the one that is served may go wrong. (Only audits of
+        # shadows wait for a cold row.)
+        if audit is not None and audit.cold is None and run.position == audit.length:
             audit.cold = self._rows.take(cache, entry.slot)
         if run.replay or run.epoch is None or not self.on:
             return cache

@@ -49,7 +49,7 @@ def check_config(config: DecoderConfig) -> None:
             f"dtype={config.dtype!r} with param_dtype={config.param_dtype!r}: products with such "
             f"weights come out wider than the activations; set param_dtype={config.dtype!r} too"
         )
-    if not 0 <= config.cache_align <= MOST_ALIGN:
+    if config.cache_align > MOST_ALIGN:
         raise ValueError(
             f"cache_align={config.cache_align}: bytes from 0 (as published) to {MOST_ALIGN}; "
             "kernels read multiples of 128"

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hetero_kv.attention.attend import MASKED
-from hetero_kv.kernels import hopper
+from hetero_kv.kernels import attend_gpu, hopper
 from hetero_kv.kernels.attend_gpu import ACROSS, VECTOR, State, filled, spread
 from hetero_kv.kernels.hopper import ROWS
 
@@ -65,10 +65,7 @@ def copy(source: Any, rows: Any, first: int, barrier: Any) -> None:
 
 def begin(width: int, top: jax.Array | None = None, total: float = 0.0) -> State:
     """Nothing seen. top, total: of sinks, f32[64] and 1."""
-    pieces = width // parts(width) // PIECE
-    sums = [filled(0.0, (ROWS, PIECE), plgpu.Layout.WGMMA) for _ in range(pieces)]
-    top = filled(MASKED, (ROWS,), VECTOR) if top is None else top
-    return State(sums, top, filled(total, (ROWS,), VECTOR))
+    return attend_gpu.begin([PIECE] * (width // parts(width) // PIECE), top, total)
 
 
 def add(

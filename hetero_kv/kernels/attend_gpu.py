@@ -37,9 +37,9 @@ def filled(value: float, shape: tuple[int, ...], layout: Any) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def begin(parts: list[Any], top: jax.Array | None = None, total: float = 0.0) -> State:
-    """Nothing seen. top, total: of sinks, f32[64] and 1."""
-    sums = [filled(0.0, (ROWS, part.size), plgpu.Layout.WGMMA) for part in parts]
+def begin(sizes: list[int], top: jax.Array | None = None, total: float = 0.0) -> State:
+    """Nothing seen. sizes: channels of each piece; top, total: of sinks, f32[64] and 1."""
+    sums = [filled(0.0, (ROWS, size), plgpu.Layout.WGMMA) for size in sizes]
     top = filled(MASKED, (ROWS,), VECTOR) if top is None else top
     return State(sums, top, filled(total, (ROWS,), VECTOR))
 

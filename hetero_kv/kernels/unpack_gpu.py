@@ -43,12 +43,12 @@ def check(name: str, packing: Packing) -> None:
             f"{name}: {packing.kind} rows of {packing.width} values; a multiple of "
             f"{PIECE * own.codes_of_byte}"
         )
-    if packing.coded % 8 or packing.rope % 8 or (packing.rope and own.offset["rope"] % 8):
+    if packing.coded % 8 or packing.rope % 8 or (packing.rope and packing.offsets["rope"] % 8):
         raise NotImplementedError(
             f"{name}: {packing.kind} rows of {packing.coded} codes and {packing.rope} values of "
-            f"bfloat16 at byte {own.offset['rope']}; multiples of 8"
+            f"bfloat16 at byte {packing.offsets['rope']}; multiples of 8"
         )
-    first, size = own.offset["scales"], packing.sections["scales"]
+    first, size = packing.offsets["scales"], packing.sections["scales"]
     if first // BOX != (first + size - 1) // BOX or first % 2:
         raise NotImplementedError(
             f"{name}: scales at bytes {first} to {first + size - 1} of {packing.kind} rows; they "
@@ -76,16 +76,9 @@ def boxes(source: Any, target: Any, packing: Packing, barrier: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Unpack:
-    """How rows of a packing are read. Sections of a row are at `offset`."""
+    """How rows of a packing are read."""
 
     packing: Packing
-
-    @functools.cached_property
-    def offset(self) -> dict[str, int]:
-        """The first byte of every section."""
-        sizes = self.packing.sections
-        ends = np.cumsum(list(sizes.values())).tolist()
-        return {name: end - sizes[name] for name, end in zip(sizes, ends, strict=True)}
 
     @property
     def codes_of_byte(self) -> int:
@@ -134,7 +127,7 @@ class Unpack:
         own = self.packing
         size = own.sections["scales"]
         many = -(-size // 8) * 8
-        begin = self.offset["scales"]
+        begin = self.packing.offsets["scales"]
         first = min(begin, begin // BOX * BOX + BOX - many)
         found, lane = _bytes(raw, first, many), _lane(many)
 
@@ -187,7 +180,7 @@ class Unpack:
     ) -> jax.Array:
         """The scales f32[rows, n] with those of one row and group, `there`."""
         wide = not KINDS[self.packing.kind].e8m0
-        at = self.offset["scales"] + group * (4 if wide else 1)
+        at = self.packing.offsets["scales"] + group * (4 if wide else 1)
         found = [
             raw[(at + i) // BOX, row, (at + i) % BOX].astype(jnp.int32)
             for i in range(4 if wide else 1)
@@ -210,7 +203,7 @@ class Unpack:
     def _joined(self, raw: Any, first: int, width: int, lane: int, scratch: Any) -> jax.Array:
         """f32[rows, width] of bfloat16 channels; lane: of the scratch, where they pass through."""
         rows, channels = raw.shape[1], pl.ds(lane, width)
-        at = self.offset["rope"] + 2 * (first - self.packing.coded)
+        at = self.packing.offsets["rope"] + 2 * (first - self.packing.coded)
         end, pairs = at + 2 * width, scratch[0]
         while at < end:
             size = min(end, (at // BOX + 1) * BOX) - at

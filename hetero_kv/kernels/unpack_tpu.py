@@ -11,7 +11,6 @@ there in row-major order (`jax.experimental.layout`). "auto" takes the reference
 """
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -37,23 +36,16 @@ def row_major(name: str, pool: Pool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Unpack:
-    """How rows of a packing are read. Sections of a row are at `offset`."""
+    """How rows of a packing are read."""
 
     packing: Packing
-
-    @functools.cached_property
-    def offset(self) -> dict[str, int]:
-        """The first byte of every section."""
-        sizes = self.packing.sections
-        ends = np.cumsum(list(sizes.values())).tolist()
-        return {name: end - sizes[name] for name, end in zip(sizes, ends, strict=True)}
 
     @property
     def begin(self) -> int:
         """The first byte that the matrix looks at, at the start of a register."""
         own = self.packing
         whole = own.coded // LANES * LANES if KINDS[own.kind].code.bits == 8 else 0
-        return min(whole, self.offset["scales"] // LANES * LANES)
+        return min(whole, self.packing.offsets["scales"] // LANES * LANES)
 
     @property
     def blocks(self) -> list[tuple[int, int]]:
@@ -69,7 +61,11 @@ class Unpack:
     def matrix(self) -> jax.Array:
         """bf16[bytes - begin, n]: low halves of scales, their high halves where they are floats,
         then the pieces that do not lie right, each in LANES columns."""
-        own, scales, rope = self.packing, self.offset["scales"], self.offset["rope"]
+        own, scales, rope = (
+            self.packing,
+            self.packing.offsets["scales"],
+            self.packing.offsets["rope"],
+        )
         wide = not KINDS[own.kind].e8m0
         found = np.zeros((own.bytes - self.begin, 0), np.float32)
 

@@ -106,7 +106,7 @@ def _body(plan, buffers, refs, own, held, arrived) -> None:
             return state
 
         sink = hopper.load(sinks.at[at.sinks], VECTOR)
-        state = attend_cuda_gpu.begin(plan.channels, sink, 1.0 if plan.sinks else 0.0)
+        state = attend_cuda_gpu.begin(plan.channels, sink, float(plan.sinks))
         state = jax.lax.fori_loop(0, at.steps, step, state)
         total = jnp.where(state.total > 0.0, state.total, 1.0)
         for p, value in enumerate(state.sums):

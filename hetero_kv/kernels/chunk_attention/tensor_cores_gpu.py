@@ -110,7 +110,7 @@ def _body(plan, buffers, refs, q, weights, held, arrived, clean) -> None:
             return state
 
         sink = hopper.load(sinks.at[at.sinks], VECTOR)
-        state = attend_gpu.begin(pieces, sink, 1.0 if plan.sinks else 0.0)
+        state = attend_gpu.begin([x.size for x in pieces], sink, float(plan.sinks))
         state = jax.lax.fori_loop(0, at.steps, step, state)
         total = jnp.where(state.total > 0.0, state.total, 1.0)
         for piece, value in zip(pieces, state.sums, strict=True):

@@ -118,7 +118,7 @@ def _body(plan, splits, tiles, scale, refs, q, weights, memory, arrived, clean) 
             tiles.done(i)
             return state
 
-        state = jax.lax.fori_loop(0, steps, step, attend_gpu.begin(pieces))
+        state = jax.lax.fori_loop(0, steps, step, attend_gpu.begin([x.size for x in pieces]))
         for piece, value in zip(pieces, state.sums, strict=True):
             out[block, split, :, piece] = value
 
