@@ -12,6 +12,7 @@ from hetero_kv.contract import Point
 from hetero_kv.params import Params
 from hetero_kv.prefix.identity import Identity
 from hetero_kv.prefix.store import PrefixStore
+from models import geometries
 from models.config import DecoderConfig
 from models.decoder import Decoder
 from tests import variants
@@ -92,7 +93,7 @@ def test_rows_that_do_not_run_keep_their_bits() -> None:
 
 def test_states_are_float32_points() -> None:
     """Also where everything else is bfloat16."""
-    spec = models.build(CONFIG.replace(dtype="bfloat16", cache_dtype="bfloat16")).cache_spec
+    spec = models.build(CONFIG.replace(**geometries.HALF)).cache_spec
     shapes = {slot.kind: slot.leaf.width for slot in spec.slots() if slot.name == "state"}
     assert shapes == {
         "gated_delta": (2, 5, 4),
