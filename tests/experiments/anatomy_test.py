@@ -42,6 +42,7 @@ def test_rows_by_hand(model: models.Decoder) -> None:
         anatomy.rows_of(model.cache_spec, 0)
 
 
+@pytest.mark.full
 def test_a_cache_that_ran_holds_what_is_drawn(model: models.Decoder) -> None:
     spec, params = model.cache_spec, model.init(jax.random.key(0))
     tokens = np.arange(37, dtype=np.int32)[None] % 64

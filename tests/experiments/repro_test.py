@@ -155,6 +155,7 @@ def test_with_less_state(tmp_path: pathlib.Path) -> None:
     assert "logits of the cold run: as recorded, bit for bit" in said
 
 
+@pytest.mark.full
 def test_a_cold_request_is_replayed_too(tmp_path: pathlib.Path) -> None:
     options = dict(bundle_dir=str(tmp_path / "bundles"), weights_source=weights(tmp_path))
     made = world.engine("validated", store=world.store(), **options)

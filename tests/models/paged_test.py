@@ -129,7 +129,8 @@ def test_decode_many_and_replay() -> None:
     assert_same(made, results[1][1], results[0][1])
 
 
-@pytest.mark.parametrize("release_first", variants.some((False, True), (True,)))
+@pytest.mark.full
+@pytest.mark.parametrize("release_first", [False, True])
 def test_a_prefix_is_shared_without_copying(release_first: bool) -> None:
     made, params = model(PLAIN)
     spec, tokens = made.cache_spec, tiny.tokens()

@@ -97,6 +97,7 @@ def test_pages_count_what_was_accepted(length: int, size: int) -> None:
         assert all(bool(x.exact) for x in paged.ledgers(cache).values())
 
 
+@pytest.mark.full
 def test_a_draft_that_has_too_few_pages_is_refused() -> None:
     made, params = tiny.model(NAME)
     cache = in_pages(13, reserved=16)

@@ -41,7 +41,8 @@ def test_prompt_lookup_finds_the_latest_longest_match() -> None:
         PromptLookup(longest=1, shortest=2)
 
 
-@pytest.mark.parametrize("paged", variants.some([False, True], [True]))
+@pytest.mark.full
+@pytest.mark.parametrize("paged", [False, True])
 def test_answers_are_those_without_drafts(paged: bool) -> None:
     """Tokens equal, greedy and drawn; logits to rounding. All bits as alone: neither mates, slots,
     pages nor a preemption change where a request is verified."""
