@@ -21,6 +21,15 @@ def load(ref: Any, layout: Any) -> jax.Array:
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
+def store(ref: Any, value: jax.Array) -> None:
+    """Writes a whole reference of shared memory; unlike `ref[...] = value` whatever the layout of
+    the value, at any cost."""
+    if hasattr(plgpu, "store"):  # since 0.12
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
 def swizzled(*shape: int) -> Any:
     """Shared memory of bfloat16 that products read; the last axis is a multiple of 64."""
     transforms = (plgpu.TilingTransform((GROUP, 64)), plgpu.SwizzleTransform(128))

@@ -224,7 +224,8 @@ def _body(plan, refs, q, keys, packed, scores, flags, arrived, full) -> None:
         raw, scratch = packed
         for c in range(0, plan.packing.width, PIECE):
             values = Unpack(plan.packing).piece(raw.at[slot], c, scratch)
-            keys[0, :, pl.ds(c, PIECE)] = values.astype(plan.keys)
+            there = keys.at[0, :, pl.ds(c, PIECE)]
+            hopper.store(there, values.astype(plan.keys))
         plgpu.commit_smem()
         return keys.at[0]
 
