@@ -59,7 +59,8 @@ class Target:
 
 def expected(root: pathlib.Path = import_graph.ROOT) -> list[Target]:
     """The targets that the sources ask for, in order."""
-    sources = import_graph.read(root)
+    own = root == import_graph.ROOT
+    sources = import_graph.repository() if own else import_graph.read(root)
     groups = _groups(root)
     targets = [_target(source, sources, groups) for source in sources.values()]
     for group, paths in groups.items():
@@ -119,7 +120,8 @@ def _target(
 ) -> Target:
     path = source.path
     needs = set(source.local)
-    data = [f":{group}/data" for group in groups if _names(source.tree, group.split("/")[-1])]
+    named = _named(source.tree)
+    data = [f":{group}/data" for group in groups if group.split("/")[-1] in named]
     external = set(source.external)
     env, tags = (), ()
     if source.is_test:
@@ -152,16 +154,18 @@ def _conftests(path: str) -> list[str]:
     return ["/".join(parts[:depth]) + "/conftest.py" for depth in range(1, len(parts) + 1)]
 
 
-def _names(tree: ast.Module, directory: str) -> bool:
-    """Whether a string in the code, docstrings aside, has `directory` as a component of a path."""
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    return any(
-        isinstance(node, ast.Constant)
+def _named(tree: ast.Module) -> set[str]:
+    """The components of every string in the code, docstrings aside, read as a path."""
+    nodes = list(ast.walk(tree))
+    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    return {
+        part
+        for node in nodes
+        if isinstance(node, ast.Constant)
         and isinstance(node.value, str)
         and id(node) not in docstrings
-        and directory in node.value.split("/")
-        for node in ast.walk(tree)
-    )
+        for part in node.value.split("/")
+    }
 
 
 def _frozen(value: object) -> object:

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import pathlib
 import sys
 from collections.abc import Iterator, Mapping
@@ -77,6 +78,12 @@ def read(root: pathlib.Path = ROOT) -> dict[str, Source]:
     paths = [path for path in files(root) if path.endswith(".py")]
     index = {_module(path): path for path in paths}
     return {path: parse(path, (root / path).read_text(), index) for path in paths}
+
+
+@functools.cache
+def repository() -> dict[str, Source]:
+    """`read` of this repository, once in a process."""
+    return read()
 
 
 def cycle(sources: Mapping[str, Source]) -> list[str]:

@@ -48,7 +48,7 @@ ROOMS = {
     "configs": ("hetero_kv/", "models/", "experiments/", "configs/"),
 }
 
-SOURCES = import_graph.read()
+SOURCES = import_graph.repository()
 
 
 def room(name: str) -> list[Source]:

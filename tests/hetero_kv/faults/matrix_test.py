@@ -92,7 +92,7 @@ def test_a_covering_sample(tmp_path) -> None:
     assert {x.guard for x in kinds.covering(made.cases())} == set(kinds.CHECKS)
     sample = sampled(made, set(kinds.MOMENTS) - {kinds.DEVICE})  # which pages have
     with_all_on(made, sample, tmp_path / "on")
-    with_all_off(made, sample, tmp_path / "off")
+    with_all_off(made, sample[::2], tmp_path / "off")  # all of them in the full product
 
 
 @pytest.mark.full
@@ -106,7 +106,7 @@ def test_a_covering_sample_in_pages(tmp_path) -> None:
     sample = sampled(made, (kinds.DEVICE, kinds.ROW, kinds.HOST))
     assert len({x.kind for x in sample}) >= 14
     with_all_on(made, sample, tmp_path / "on")
-    with_all_off(made, sample, tmp_path / "off")
+    with_all_off(made, sample[::2], tmp_path / "off")
     with pytest.raises(ValueError, match="all checks are on, or all are off"):
         made.run(sample[0], (kinds.AUDIT,), tmp_path)
 
