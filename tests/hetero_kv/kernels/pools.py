@@ -3,8 +3,10 @@
 What nobody may read is NaN, also where rows are quantised: bytes that are all ones.
 """
 
+import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -28,8 +30,14 @@ def quantised(packing: Packing | None, rows: np.ndarray) -> tuple[np.ndarray, np
     """Rows as they are stored, and as they are read."""
     if packing is None:
         return rows, rows
-    stored = packing.pack(jnp.asarray(rows, jnp.float32))
-    return np.asarray(stored), np.asarray(packing.unpack(stored), np.float32)
+    stored, read = _quantised(packing, jnp.asarray(rows, jnp.float32))
+    return np.asarray(stored), np.asarray(read, np.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # one program in place of thirty
+def _quantised(packing: Packing, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    stored = packing.pack(rows)
+    return stored, packing.unpack(stored)
 
 
 def packed(packing: Packing | None, pool: Any) -> Any:

@@ -1,5 +1,6 @@
 """Quantised rows as TPU kernels read them: the bits of `Packing.unpack`, whatever the bytes."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,10 +40,10 @@ def test_the_bits_are_those_of_the_reference(packing: Packing) -> None:
     )
     data[-1], data[-2] = 255, 0
     rows = rng.normal(size=(40, packing.width)) * 10.0 ** rng.integers(-3, 4, (40, 1))
-    data[256:296] = packing.pack(jnp.asarray(rows, jnp.float32))
-    want = np.asarray(packing.unpack(jnp.asarray(data)), np.float32)
+    data[256:296] = jax.jit(packing.pack)(jnp.asarray(rows, jnp.float32))
+    want = np.asarray(jax.jit(packing.unpack)(data), np.float32)
     unpack = Unpack(packing)
     for dtype in (jnp.uint8, jnp.int32):
-        got = np.asarray(unpack.rows(jnp.asarray(data, dtype), unpack.matrix()))
+        got = np.asarray(jax.jit(unpack.rows)(jnp.asarray(data, dtype), unpack.matrix()))
         np.testing.assert_array_equal(got, want)
     assert np.isfinite(want[256:296]).all() and np.isnan(want[-1]).all()
