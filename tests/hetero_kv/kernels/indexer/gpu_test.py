@@ -48,7 +48,7 @@ PACKED = {
         dtype="float32",
         heads=5,
         dim=64,
-        packing=Packing("fp8_f32", 64, rope=16, group=16, align=128),
+        packing=Packing("fp8_f32", 64, rope=16, group=24, align=128),
     ),
 }
 TILES = pallas_gpu.Tiles(chunk=128)
