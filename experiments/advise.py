@@ -32,7 +32,7 @@ from hetero_kv.prefix.policy import Flops
 from models.decoder import Decoder
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Answer:
     """verdict: yes, no, a policy's name, or unknown. why: a sentence; numbers: behind it."""
 

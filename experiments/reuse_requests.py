@@ -9,7 +9,7 @@ from experiments.tasks import Recall, Text
 from experiments.train_config import TrainConfig
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Request:
     """prompt i32[n]: document, then question. truth i32[q]: the answer to each question token,
     or empty where only the cold run can tell."""

@@ -23,7 +23,7 @@ Results = dict[str, dict[str, dict[str, Metrics]]]  # row → arm → seed → m
 COLUMNS = ("cell", "arm", "seed", "metric", "value")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Row:
     """Arms by name, the seed aside, and what is measured of each.
 
@@ -39,7 +39,7 @@ class Row:
     check: Check = lambda: None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Cell:
     """An arm of a row with its seed."""
 

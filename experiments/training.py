@@ -63,7 +63,7 @@ class Phase(enum.Enum):
     data_fields=("params", "opt_state", "step", "key"),
     meta_fields=(),
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class TrainState:
     """All that a step reads and writes."""
 
@@ -73,7 +73,7 @@ class TrainState:
     key: jax.Array  # for whatever draws random numbers; fold in the step
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class TrainResult:
     """What `run` returns; `results` is also in `results.json`."""
 
