@@ -60,7 +60,7 @@ def run(config: AdmissionConfig) -> dict:
             spec = hybrid(config, dim, trace.block_size)
             sizes = {"block": spec.block_bytes(), "checkpoint": spec.checkpoint_bytes()}
             results["sizes"][str(dim)] = sizes
-            capacity = int(share * unique * spec.block_bytes())
+            capacity = max(1, int(share * unique * spec.block_bytes()))
             cell = replay_lib.Cell(placement, order, capacity, partial=False)
             found = replay_lib.replay(trace, keys, spec, cell, flops=flops)
             name = f"{dim}/{share:g}/{placement}/{order}"

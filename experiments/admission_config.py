@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from experiments import replay_lib, traces
+from experiments import config_checks, replay_lib, traces
 
 
 def sessions() -> traces.TraceConfig:
@@ -37,6 +37,11 @@ class AdmissionConfig:
 
     def check(self) -> None:
         """Raises ValueError where a field makes no sense."""
+        config_checks.check_types(self)
+        self.trace.check()
+        config_checks.not_empty(self, "placements", "orders")
+        config_checks.at_least(self, 1, "refine")
+        config_checks.above(self, 0, "parameters")
         if min(self.attention_layers, self.d_model) < 1 or self.recurrent_layers < 0:
             raise ValueError("attention_layers and d_model are >= 1, recurrent_layers >= 0")
         if not self.state_dims or min(self.state_dims) < 0:
@@ -46,5 +51,4 @@ class AdmissionConfig:
         for placement in self.placements:
             for order in self.orders:
                 replay_lib.policy_of(replay_lib.Cell(placement, order))
-        if not self.workdir:
-            raise ValueError("workdir is empty: results.json and report.md are written there")
+        config_checks.check_workdir(self)

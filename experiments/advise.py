@@ -9,7 +9,6 @@ Writes to the work directory: config.json, run.json, results.json (`Answer`s) an
 import dataclasses
 import json
 import math
-import pathlib
 from collections.abc import Iterator
 
 import rich.console
@@ -33,7 +32,7 @@ from hetero_kv.prefix.policy import Flops
 from models.decoder import Decoder
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Answer:
     """verdict: yes, no, a policy's name, or unknown. why: a sentence; numbers: behind it."""
 
@@ -172,10 +171,8 @@ def prompts_of(path: str) -> Iterator[list[int]]:
     """Token ids, a prompt a line.
 
     Raises:
-        ValueError: there is no such file, or a line has another form; it names the line.
+        ValueError: a line has another form; it names the line.
     """
-    if not pathlib.Path(path).is_file():
-        raise ValueError(f"prompts={path}: no such file")
     with open(path) as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -198,6 +195,7 @@ def run(config: AdviseConfig) -> dict:
     model = fitted(config, block)
     replays = Replays(config, model.cache_spec, flops_of(model))
     geometry = Geometry.of(model.cache_spec)
+    layout_of = prompt_layout(config)  # a bad line of the file is told before the replays
     with progress.Progress(len(config.placements) + 1, title="advise") as bar:
         steps = iter(range(1, len(config.placements) + 1))
         table, outcomes = policies(replays, lambda: bar.update(next(steps)))
@@ -207,7 +205,7 @@ def run(config: AdviseConfig) -> dict:
             heterogeneous(best, table[best]),
             window_policy(best, table),
             disk_tier(replays, best, outcomes[best]),
-            prompt_layout(config),
+            layout_of,
         ]
         bar.update(len(config.placements) + 1)
     results = {

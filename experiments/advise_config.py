@@ -1,8 +1,9 @@
 """What `advise` asks about: a model, a trace or its statistics, a machine."""
 
 import dataclasses
+import pathlib
 
-from experiments import traces
+from experiments import config_checks, replay_lib, traces
 from models.config import DecoderConfig
 
 
@@ -33,11 +34,16 @@ class AdviseConfig:
 
     def check(self) -> None:
         """Raises ValueError where a field makes no sense."""
+        config_checks.check_types(self)
+        self.trace.check()
+        if self.prompts and not pathlib.Path(self.prompts).is_file():
+            raise ValueError(f"prompts={self.prompts}: no such file")
+        for placement in self.placements:
+            replay_lib.policy_of(replay_lib.Cell(placement, self.order))
         rates = (self.flops_per_s, self.host_bytes_per_s, self.disk_bytes_per_s, self.host_gb)
         if min(rates) <= 0 or self.disk_gb < 0 or self.layout_block < 1:
             raise ValueError(f"rates and sizes are positive, got {rates}, {self.disk_gb=}, "
                              f"{self.layout_block=}")  # fmt: skip
         if not self.placements:
             raise ValueError("placements is empty: which window policies are compared?")
-        if not self.workdir:
-            raise ValueError("workdir is empty: results.json and report.md are written there")
+        config_checks.check_workdir(self)

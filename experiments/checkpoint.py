@@ -47,6 +47,19 @@ def export(
     return weights.stat().st_size + settings.stat().st_size
 
 
+def load_config(path: str | os.PathLike) -> train_config.TrainConfig:
+    """The configuration that `export` wrote.
+
+    Raises:
+      ValueError: The file is damaged or of another program.
+    """
+    _, settings = _paths(path)
+    try:
+        return train_config.from_dict(json.loads(settings.read_text()))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{settings} is not what `export` writes: {error!r}") from None
+
+
 def load(path: str | os.PathLike) -> tuple[train_config.TrainConfig, dict]:
     """Reads what `export` wrote: (config, params).
 
@@ -54,11 +67,8 @@ def load(path: str | os.PathLike) -> tuple[train_config.TrainConfig, dict]:
       ValueError: A file is damaged or of another program; or a tensor is missing, unknown or of
         another shape. The message names it.
     """
-    weights, settings = _paths(path)
-    try:
-        config = train_config.from_dict(json.loads(settings.read_text()))
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{settings} is not what `export` writes: {error!r}") from None
+    weights, _ = _paths(path)
+    config = load_config(path)
     try:
         tensors = safetensors.load_file(weights)
     except SafetensorError as error:

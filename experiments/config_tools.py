@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import importlib.util
 import json
+import pathlib
 import typing
 from collections.abc import Mapping
 from typing import TypeVar
@@ -18,6 +19,8 @@ class UnknownFieldError(ValueError):
 def load(path: str) -> object:
     """Calls `get_config()` of a Python file; "file.py:word" calls `get_config("word")`."""
     path, *argument = path.split(":", 1)
+    if not pathlib.Path(path).is_file():
+        raise ValueError(f"{path}: no such file")
     spec = importlib.util.spec_from_file_location("config_file", path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path=} is not a Python file")

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from experiments import config_checks
 from hetero_kv.faults.kinds import (
     ALL,
     CHECKS,
@@ -69,6 +70,7 @@ class FaultsConfig:
 
     def check(self) -> None:
         """Raises ValueError where a field makes no sense."""
+        config_checks.check_types(self)
         for name, known in (
             ("model", (RECALL, RANDOM)),
             ("sample", (COVERING, EVERY)),
@@ -81,12 +83,11 @@ class FaultsConfig:
                 raise ValueError(f"{name}={value} must be of {known}")
         if not self.checks or {x for one in self.checks for x in one.split(AND)} - set(CHECKS):
             raise ValueError(f"checks={self.checks} must be of {CHECKS}, or some of them with +")
-        if self.requests < 1 or self.question_tokens < 1:
-            raise ValueError(f"need {self.requests=} >= 1 and {self.question_tokens=} >= 1")
+        config_checks.at_least(self, 1, "requests", "question_tokens", "chunk")
+        config_checks.at_least(self, 0, "seed", "weight_noise")
         if self.document_tokens % self.chunk or self.document_tokens < 2 * self.chunk:
             raise ValueError(
                 f"{self.document_tokens=} must be a multiple of {self.chunk=}, at least two: there "
                 "must be a block and a checkpoint before the ones that are hit"
             )
-        if not self.workdir:
-            raise ValueError("workdir is empty: results.json and report.md are written there")
+        config_checks.check_workdir(self)

@@ -5,8 +5,6 @@ import dataclasses
 from experiments import shared_prefix
 from models.config import DecoderConfig
 
-KINDS = ("hybrid", "full")
-
 
 @dataclasses.dataclass(kw_only=True)
 class LevelsConfig:
@@ -20,7 +18,7 @@ class LevelsConfig:
 
     hybrid: DecoderConfig = dataclasses.field(default_factory=shared_prefix.hybrid)
     full: DecoderConfig = dataclasses.field(default_factory=shared_prefix.full)
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = shared_prefix.KINDS
     prompts: tuple[int, ...] = (256, 512, 1_024, 2_048)
     overlaps: tuple[float, ...] = (0.5, 0.9)
     answer: int = 32
@@ -33,16 +31,9 @@ class LevelsConfig:
 
     def check(self) -> None:
         """Raises ValueError where a field makes no sense."""
-        if not self.kinds or set(self.kinds) - set(KINDS):
-            raise ValueError(f"kinds={self.kinds} must be of {KINDS}")
+        shared_prefix.check(self)
         shared_prefix.Arm.of(self.arm)
-        if not self.prompts or min(self.prompts) < 2:
-            raise ValueError(f"prompts={self.prompts} are tokens >= 2")
         if not self.overlaps or not all(0 < x < 1 for x in self.overlaps):
             raise ValueError(f"overlaps={self.overlaps} are shares above 0 and below 1")
-        if not 1 <= self.recomputed <= self.answer or self.repeats < 1:
-            raise ValueError(
-                f"need 1 <= {self.recomputed=} <= {self.answer=}, {self.repeats=} >= 1"
-            )
-        if not self.workdir:
-            raise ValueError("workdir is empty: results.json and report.md are written there")
+        if not 1 <= self.recomputed <= self.answer:
+            raise ValueError(f"need 1 <= {self.recomputed=} <= {self.answer=}")

@@ -38,11 +38,13 @@ def run(config: LmConfig) -> dict:
         ValueError: The configuration makes no sense.
     """
     config.check()
+    asked = lm_arms.rows(config)
+    trained_rows.check(asked)
     values = config_tools.to_dict(config)
     values["base"] = train_config.to_dict(config.base)
     digest = config.base.task.corpus_digest()
     run_record.write(config.workdir, values, seed=0, runner="lm", corpus_digest=digest)
-    rows = trained_rows.run(lm_arms.rows(config), config.workdir, config.seeds, config.jobs)
+    rows = trained_rows.run(asked, config.workdir, config.seeds, config.jobs)
     results = {"config": values, "xz": baselines(config), "rows": rows}
     run_record.write_results(config.workdir, results)
     lm_report.exhibit(results).write(config.workdir)

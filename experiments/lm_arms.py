@@ -1,5 +1,6 @@
 """The arms of the language-model rows: `base` with a few fields changed, and what is measured."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -8,6 +9,7 @@ import models
 from experiments import attention_probe, counting, lm_probe, tasks, train_config, training
 from experiments.lm_config import LmConfig
 from experiments.recall_arms import changed
+from experiments.tasks import corpus
 from experiments.trained_rows import Row, learnt
 from models.config import DecoderConfig
 
@@ -73,6 +75,12 @@ class Asked:
             "cache_bytes": sum(counting.cache_bytes(spec, self.task.length).values()),
         }
 
+    def check(self) -> None:
+        """Raises ValueError where needles of a point of the grid do not fit its sequence."""
+        config = self.config
+        for _, _, task in lm_probe.grid(self.task, config.lengths, config.depths, 1):
+            task.check()
+
     @property
     def settings(self) -> dict:
         """Fields of the configuration that decide it."""
@@ -90,7 +98,7 @@ def _ratios(config: LmConfig, asked: Asked) -> Row:
         f"{count - 1}:1": arm(config, *last),
         LOCAL: arm(config, "local"),
     }
-    return Row("C1", arms, asked, asked.settings)
+    return Row("C1", arms, asked, asked.settings, asked.check)
 
 
 def _sinks(config: LmConfig, asked: Asked) -> Row:
@@ -112,7 +120,7 @@ def _sinks(config: LmConfig, asked: Asked) -> Row:
         found = attention_probe.masses(models.build(made.model), result.params, tokens)
         return {**asked(made, result), "attention": found}
 
-    return Row("C2", arms, measure, asked.settings)
+    return Row("C2", arms, measure, asked.settings, asked.check)
 
 
 def _streams(config: LmConfig, asked: Asked) -> Row:
@@ -128,8 +136,12 @@ def _streams(config: LmConfig, asked: Asked) -> Row:
         return {**learnt(result), "bits": {
             name: asked.bits(model, result.params) for name, model in kinds.items()}}  # fmt: skip
 
+    def check() -> None:
+        for kept in (0, first):
+            models.build(streaming(kept))
+
     settings = {**asked.settings, "width": width, "first": first}
-    return Row("C3", {GLOBAL: config.base}, measure, settings)
+    return Row("C3", {GLOBAL: config.base}, measure, settings, check)
 
 
 def _nsa(config: LmConfig) -> train_config.TrainConfig:
@@ -141,7 +153,7 @@ def _nsa(config: LmConfig) -> train_config.TrainConfig:
 def _sparse(config: LmConfig, asked: Asked) -> Row:
     """C4: full attention, NSA, and CSA in every layer."""
     arms = {GLOBAL: config.base, "all NSA": _nsa(config), "all CSA": arm(config, "csa")}
-    return Row("C4", arms, asked, asked.settings)
+    return Row("C4", arms, asked, asked.settings, asked.check)
 
 
 def _compressed(config: LmConfig, asked: Asked) -> Row:
@@ -151,7 +163,7 @@ def _compressed(config: LmConfig, asked: Asked) -> Row:
         "CSA, HCA": arm(config, "csa", "hca"),
         "all HCA": arm(config, "hca"),
     }
-    return Row("C5", arms, asked, asked.settings)
+    return Row("C5", arms, asked, asked.settings, asked.check)
 
 
 def _longer(config: LmConfig, asked: Asked) -> Row:
@@ -181,8 +193,14 @@ def _longer(config: LmConfig, asked: Asked) -> Row:
             "needle": {at: _needles(probe, result.params, point) for at, _, point in points},
         }
 
+    def check() -> None:
+        held_out = len(corpus.stdlib().text("val"))
+        if length >= held_out:
+            raise ValueError(f"longer={config.longer}: {length} bytes a sequence, but only "
+                             f"{held_out} are held out; lower it")  # fmt: skip
+
     settings = {**asked.settings, "longer": config.longer}
-    return Row("C6", arms, measure, settings)
+    return Row("C6", arms, measure, settings, check)
 
 
 def _needles(probe: lm_probe.Probe, params: dict, task: tasks.Needle) -> float:
@@ -198,21 +216,26 @@ def _keys(config: LmConfig, asked: Asked) -> Row:
             "CSA, HCA": arm(config, "csa", "hca")}  # fmt: skip
     batches = config.grid_batches * len(config.depths)
 
+    def point(count: int) -> tasks.Needle:
+        """So many needles anywhere, one question."""
+        task = config.base.task
+        ((_, _, made),) = lm_probe.grid(task, (task.length,), (0.0,), batches)
+        return dataclasses.replace(made, needles=count, depth=-1.0)
+
+    def check() -> None:
+        for count in config.keys:
+            point(count).check()
+
     def measure(made: train_config.TrainConfig, result: training.TrainResult) -> dict:
         probe = asked.probe(made.model)
-        ((_, _, point),) = lm_probe.grid(made.task, (made.task.length,), (0.0,), batches)
-        point.depth = -1.0
-        found = {}
-        for count in config.keys:
-            point.needles = count
-            found[str(count)] = probe.needles(result.params, point)
+        found = {str(n): probe.needles(result.params, point(n)) for n in config.keys}
         return {**learnt(result), "needle": found}
 
-    return Row("C7", arms, measure, {"keys": config.keys, "batches": batches})
+    return Row("C7", arms, measure, {"keys": config.keys, "batches": batches}, check)
 
 
 def _windows(config: LmConfig, asked: Asked) -> Row:
     """B6: CSA with its window branch and without."""
     arms = {f"W = {config.base.model.window}": arm(config, "csa"),
             "W = 0": arm(config, "csa", model__window=0)}  # fmt: skip
-    return Row("B6", arms, asked, asked.settings)
+    return Row("B6", arms, asked, asked.settings, asked.check)

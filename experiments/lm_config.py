@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from experiments import tasks, train_config
+from experiments import config_checks, tasks, train_config
 
 ROWS = ("C1", "C2", "C3", "C4", "C5", "C6", "C7", "B6")
 
@@ -32,6 +32,7 @@ class LmConfig:
 
     def check(self) -> None:
         """Raises ValueError where a field makes no sense."""
+        config_checks.check_types(self)
         self.base.check()
         task, model = self.base.task, self.base.model
         if not isinstance(task, tasks.Needle):
@@ -40,16 +41,21 @@ class LmConfig:
             raise ValueError("base.model.layer_types must be full, an even number of times")
         if unknown := [x for x in self.rows if x not in ROWS]:
             raise ValueError(f"rows={unknown} are none of {ROWS}")
-        counts = (self.seeds, self.jobs, self.text_batches, self.grid_batches, self.longer)
-        if not self.rows or min(counts) < 1:
-            raise ValueError("rows, seeds, jobs, text_batches, grid_batches and longer: at least 1")
+        config_checks.not_empty(self, "rows", "lengths", "depths")
+        config_checks.at_least(self, 1, "seeds", "jobs", "text_batches", "grid_batches", "longer")
+        config_checks.at_least(self, 1, "small_window", "nsa", "lengths", "keys")
+        config_checks.at_least(self, 0, "stream_first")
         if not self.edges or list(self.edges) != sorted({*self.edges}) or self.edges[0] <= 0:
             raise ValueError(f"edges={self.edges} must rise from above 0")
         if self.edges[-1] >= task.length:
             raise ValueError(f"edges={self.edges} must lie below {task.length=}")
-        if not self.lengths or min(self.lengths) < 1 or max(self.lengths) > task.length:
+        if max(self.lengths) > task.length:
             raise ValueError(f"lengths={self.lengths} are at most {task.length=}")
         if not all(0 <= depth <= 1 for depth in self.depths):
             raise ValueError(f"depths={self.depths} lie in 0..1")
-        if not self.workdir:
-            raise ValueError("workdir is empty: models and results are written there")
+        if len(self.keys) < 2 or list(self.keys) != sorted({*self.keys}):
+            raise ValueError(
+                f"keys={self.keys} must rise, two counts at least: C7 compares the first and the "
+                "last, as in keys=1,4"
+            )
+        config_checks.check_workdir(self)

@@ -26,10 +26,12 @@ def run(config: RecallConfig) -> dict:
         ValueError: The configuration makes no sense.
     """
     config.check()
+    asked = recall_arms.rows(config)
+    trained_rows.check(asked)
     values = config_tools.to_dict(config)
     values["base"] = train_config.to_dict(config.base)
     run_record.write(config.workdir, values, seed=0, runner="recall")
-    rows = trained_rows.run(recall_arms.rows(config), config.workdir, config.seeds, config.jobs)
+    rows = trained_rows.run(asked, config.workdir, config.seeds, config.jobs)
     results = {"config": values, "rows": rows}
     run_record.write_results(config.workdir, results)
     recall_report.exhibit(results).write(config.workdir)

@@ -100,7 +100,7 @@ def _picks(config: RecallConfig) -> Row:
                 "picks": probe.picks(result.params, config.picks)}  # fmt: skip
 
     settings = {"picks": config.picks, "batches": config.pick_batches}
-    return Row("B3", {BASE: config.base}, measure, settings)
+    return Row("B3", {BASE: config.base}, measure, settings, probe.check)
 
 
 def _warm_up(config: RecallConfig) -> Row:
@@ -133,7 +133,8 @@ def _warm_up(config: RecallConfig) -> Row:
             "accuracy_random": probe.accuracy(result.params, "random", k),
         }
 
-    return Row("B4", arms, measure, {"batches": config.pick_batches, "dense": dense})
+    settings = {"batches": config.pick_batches, "dense": dense}
+    return Row("B4", arms, measure, settings, probe.check)
 
 
 def _borders(config: RecallConfig) -> Row:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from experiments import tasks, train_config
+from experiments import config_checks, tasks, train_config
 
 ROWS = ("B1", "B2", "B3", "B4", "B5", "B6", "B7")
 
@@ -35,20 +35,23 @@ class RecallConfig:
 
     def check(self) -> None:
         """Raises ValueError where a field makes no sense."""
+        config_checks.check_types(self)
         self.base.check()
         if not isinstance(self.base.task, tasks.Recall):
             raise ValueError(f"base.task={self.base.task} is not recall")
         if unknown := [x for x in self.rows if x not in ROWS]:
             raise ValueError(f"rows={unknown} are none of {ROWS}")
-        if not self.rows or self.seeds < 1 or self.jobs < 1 or self.pick_batches < 1:
-            raise ValueError("rows, seeds, jobs and pick_batches: at least one of each")
+        config_checks.not_empty(self, "rows", "ratios", "picks", "distances")
+        config_checks.at_least(self, 1, "seeds", "jobs", "pick_batches", "picks", "state")
+        config_checks.at_least(self, 1, "ratios", "overlap_ratios", "hca_ratio", "distances")
+        config_checks.at_least(self, 1, "warm_dense", "warm_frozen", "warm_sparse", "border_steps")
+        config_checks.at_least(self, 1, "induction_steps")
+        config_checks.at_least(self, 0, "windows")
         if self.base.model.layer_types != ("swa", "csa"):
             raise ValueError("base.model.layer_types must be swa, csa: arms are changes of it")
-        if min(self.warm_dense, self.warm_frozen, self.warm_sparse, self.border_steps) < 1:
-            raise ValueError("warm_dense, warm_frozen, warm_sparse and border_steps are >= 1")
-        if not self.ratios or min(*self.ratios, *self.overlap_ratios, self.hca_ratio) < 1:
-            raise ValueError("ratios, overlap_ratios and hca_ratio are tokens per entry >= 1")
-        if not self.picks or min(self.picks) < 1:
-            raise ValueError(f"picks={self.picks} are counts >= 1")
-        if not self.workdir:
-            raise ValueError("workdir is empty: models and results are written there")
+        if "B4" in self.rows and self.warm_dense < self.base.log_every:
+            raise ValueError(
+                f"warm_dense={self.warm_dense} < {self.base.log_every=}: B4 reads the accuracy of "
+                "the dense steps in the log; raise the one or lower the other"
+            )
+        config_checks.check_workdir(self)

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from experiments import replay_lib, traces
+from experiments import config_checks, replay_lib, traces
 from experiments.replay_lib import Cell
 
 PAPER_LRU = (5_859, 97_656)  # blocks: 3M and 50M tokens
@@ -53,6 +53,7 @@ class ReplayConfig:
 
     def check(self) -> None:
         """Raises ValueError where a field makes no sense."""
+        config_checks.check_types(self)
         unknown = set(self.parts) - set(PARTS)
         if unknown or not self.parts:
             raise ValueError(f"parts={self.parts} must be one or more of {PARTS}")
@@ -63,16 +64,17 @@ class ReplayConfig:
             replay_lib.policy_of(Cell("stateless", name))
         for name in (*self.placements, *self.budget_placements):
             replay_lib.policy_of(Cell(name))
-        if not self.trace:
-            self.generator.check()
-        if not self.workdir:
-            raise ValueError("workdir is empty: results.json and report.md are written there")
+        config_checks.at_least(self, 1, "lru_blocks")  # a cell of 0 bytes has no limit
+        self._source.check()
+        config_checks.check_workdir(self)
+
+    @property
+    def _source(self) -> traces.TraceConfig:
+        return traces.TraceConfig(path=self.trace, limit=self.limit, generator=self.generator)
 
     def load(self) -> traces.Trace:
         """The trace."""
-        return traces.TraceConfig(
-            path=self.trace, limit=self.limit, generator=self.generator
-        ).load()
+        return self._source.load()
 
     def cells(self, unique: int, block_bytes: int) -> dict[str, tuple[str, Cell]]:
         """Part and cell by name, for a trace of so many distinct blocks."""

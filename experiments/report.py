@@ -88,7 +88,9 @@ def main(argv: list[str]) -> None:
 def _define() -> None:
     flags.DEFINE_string("out", "runs/report", "directory of the report")
     flags.DEFINE_string("title", "Report", "its first line")
-    flags.DEFINE_multi_string("metrics", [], "of sweeps: a metric that is drawn; may be repeated")
+    flags.DEFINE_multi_string(
+        "metrics", [], "of sweeps: a metric that is shown and drawn, and no others; may be repeated"
+    )
 
 
 if __name__ == "__main__":

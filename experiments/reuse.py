@@ -26,49 +26,55 @@ from experiments import (
     training,
 )
 from experiments.reuse_arms import Arm, published_bytes
-from experiments.reuse_config import MODES, ReuseConfig, Scenario
+from experiments.reuse_config import ReuseConfig, Scenario
 from experiments.train_config import TrainConfig
 from hetero_kv.params import Params
 
+Made = tuple[TrainConfig, models.Decoder]
 
-def trained_model(
-    scenario: Scenario, config: ReuseConfig
-) -> tuple[TrainConfig, models.Decoder, Params]:
-    """The scenario's model: shipped, or trained anew into the work directory."""
+
+def made_for(scenario: Scenario, config: ReuseConfig) -> Made:
+    """How the scenario's model is or was trained, and the model; no weights are looked at.
+
+    Raises:
+        ValueError: there is no such checkpoint or recipe, or its requests cannot be drawn.
+    """
     if config.train:
         recipe = config_tools.load(scenario.train_config)
         recipe.workdir = str(pathlib.Path(config.workdir) / "train" / scenario.name)
-        params = training.run(recipe).params
+        recipe.check()
     else:
         try:
-            recipe, params = checkpoint.load(scenario.checkpoint)
+            recipe = checkpoint.load_config(scenario.checkpoint)
         except FileNotFoundError as error:
             raise ValueError(
                 f"no checkpoint {scenario.checkpoint!r} for scenario {scenario.name!r} ({error}); "
                 "give another with --config.<scenario>.checkpoint, or make it anew with --train"
             ) from error
     model = models.build(recipe.model.replace(chunk=scenario.chunk, block=scenario.chunk))
-    return recipe, model, jax.device_put(params)
-
-
-def run_cell(
-    scenario: Scenario,
-    trained: tuple[TrainConfig, models.Decoder, Params],
-    capacity: float,
-    config: ReuseConfig,
-) -> dict:
-    """One scenario under one store size: every mode serves every request, request by request."""
-    recipe, model, params = trained
-    for name in ("requests", "documents", "document_tokens", "question_tokens"):
-        if getattr(scenario, name) < 1:
-            raise ValueError(f"{scenario.name}.{name}={getattr(scenario, name)} must be >= 1")
-    requests = reuse_requests.draw(scenario, recipe, config.seed)
     granularity = model.cache_spec.granularity
     if scenario.document_tokens % granularity:
         raise ValueError(
             f"{scenario.name}: document_tokens={scenario.document_tokens} is not a multiple of the "
             f"granularity {granularity}, so the ends of documents could not be resumed"
         )
+    reuse_requests.draw(scenario, recipe, config.seed)
+    return recipe, model
+
+
+def trained_params(scenario: Scenario, recipe: TrainConfig, config: ReuseConfig) -> Params:
+    """The weights: shipped, or trained anew into the work directory."""
+    if config.train:
+        return jax.device_put(training.run(recipe).params)
+    return jax.device_put(checkpoint.load(scenario.checkpoint)[1])
+
+
+def run_cell(
+    scenario: Scenario, made: Made, params: Params, capacity: float, config: ReuseConfig
+) -> dict:
+    """One scenario under one store size: every mode serves every request, request by request."""
+    recipe, model = made
+    requests = reuse_requests.draw(scenario, recipe, config.seed)
     store_bytes = int(
         capacity * published_bytes(model, scenario.documents, scenario.document_tokens)
     )
@@ -99,7 +105,7 @@ def run_cell(
         "store_bytes": store_bytes,
         "requests": len(requests),
         "model": f"{'+'.join(model.config.layer_types)} {size / 1e3:.0f}k parameters",
-        "granularity": granularity,
+        "granularity": model.cache_spec.granularity,
         "modes": {
             mode: reuse_metrics.summarise(rows, served["off"], requests)
             for mode, rows in served.items()
@@ -109,27 +115,28 @@ def run_cell(
 
 
 def run(config: ReuseConfig) -> list[dict]:
-    """All cells; writes results as they come and the report at the end."""
-    unknown = set(config.modes) - set(MODES)
-    if unknown:
-        raise ValueError(f"unknown modes {sorted(unknown)}; choose from {MODES}")
+    """All cells; writes results as they come and the report at the end.
+
+    Raises:
+        ValueError: the configuration makes no sense; nothing has run then.
+    """
+    config.check()
     workdir = pathlib.Path(config.workdir)
     values = config_tools.to_dict(config)
-    run_record.write(workdir, values, seed=config.seed)
     digest = run_record.digest(values)
     old = run_record.read_json(workdir / "results.json") or {}
     cells = old.get("cells", []) if old.get("config_digest") == digest else []
     done = {(cell["scenario"], cell["capacity"]) for cell in cells}
-    for name in config.scenarios:
-        scenario = getattr(config, name, None)
-        if not isinstance(scenario, Scenario):
-            raise ValueError(f"unknown scenario {name!r}; choose from recall, text, control")
-        trained = None
-        for capacity in config.capacities:
-            if (scenario.name, capacity) in done:
-                continue
-            trained = trained or trained_model(scenario, config)
-            cells.append(run_cell(scenario, trained, capacity, config))
+    todo = [
+        (scenario, left, made_for(scenario, config))
+        for scenario in config.chosen.values()
+        if (left := [x for x in config.capacities if (scenario.name, x) not in done])
+    ]
+    run_record.write(workdir, values, seed=config.seed)
+    for scenario, left, made in todo:
+        params = trained_params(scenario, made[0], config)
+        for capacity in left:
+            cells.append(run_cell(scenario, made, params, capacity, config))
             run_record.write_results(workdir, {"config_digest": digest, "cells": cells})
     claims = reuse_report.claims(cells)
     (workdir / "report.md").write_text(reuse_report.markdown(cells, claims))

@@ -16,7 +16,7 @@ from hetero_kv.requests import FINISHED
 from models import Decoder
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Served:
     """One request as one mode served it. Lengths in tokens, times in seconds."""
 

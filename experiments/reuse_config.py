@@ -2,6 +2,11 @@
 
 import dataclasses
 
+from experiments import config_checks
+from hetero_kv.prefix.policy import Policy
+
+SCENARIOS = ("recall", "text", "control")
+KINDS = ("recall", "text")
 MODES = ("off", "hash_only", "hash_only_zeroed", "validated")
 
 
@@ -23,6 +28,14 @@ class Scenario:
     answer_tokens: int = 0  # decoded greedily after the question
     popularity: float = 1.2  # documents are drawn with probability 1 / rank ** popularity
     chunk: int = 32
+
+    def check(self) -> None:
+        """Raises ValueError where a field makes no sense."""
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r} must be one of {KINDS}")
+        counts = ("requests", "documents", "document_tokens", "question_tokens", "chunk")
+        config_checks.at_least(self, 1, *counts)
+        config_checks.at_least(self, 0, "answer_tokens", "popularity")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -51,7 +64,7 @@ class ReuseConfig:
             document_tokens=96,
         )
     )
-    scenarios: tuple[str, ...] = ("recall", "text", "control")
+    scenarios: tuple[str, ...] = SCENARIOS
     modes: tuple[str, ...] = MODES
     # Store sizes as shares of the bytes that everything published would take in validated mode.
     # At the first, hit rates of hash_only and validated lie within 2 points; at the second not.
@@ -60,3 +73,27 @@ class ReuseConfig:
     train: bool = False  # train the checkpoints anew instead of loading the shipped ones
     seed: int = 0
     workdir: str = "runs/reuse"
+
+    @property
+    def chosen(self) -> dict[str, Scenario]:
+        """The scenarios that are asked for, by field."""
+        return {name: getattr(self, name) for name in self.scenarios}
+
+    def check(self) -> None:
+        """Raises ValueError where a field makes no sense."""
+        config_checks.check_types(self)
+        config_checks.not_empty(self, "scenarios", "modes", "capacities")
+        for name in self.scenarios:
+            if name not in SCENARIOS:
+                raise ValueError(f"unknown scenario {name!r}; choose from {', '.join(SCENARIOS)}")
+        if unknown := sorted(set(self.modes) - set(MODES)):
+            raise ValueError(f"unknown modes {unknown}; choose from {MODES}")
+        config_checks.above(self, 0, "capacities")
+        config_checks.at_least(self, 0, "seed")
+        Policy.named(self.policy)
+        for name, scenario in self.chosen.items():
+            try:
+                scenario.check()
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+        config_checks.check_workdir(self)

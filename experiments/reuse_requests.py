@@ -9,7 +9,7 @@ from experiments.tasks import Recall, Text
 from experiments.train_config import TrainConfig
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Request:
     """prompt i32[n]: document, then question. truth i32[q]: the answer to each question token,
     or empty where only the cold run can tell."""
@@ -24,9 +24,7 @@ def draw(scenario: Scenario, trained: TrainConfig, seed: int) -> list[Request]:
     rng = np.random.default_rng([7, seed])
     weights = 1.0 / np.arange(1, scenario.documents + 1) ** scenario.popularity
     chosen = rng.choice(scenario.documents, scenario.requests, p=weights / weights.sum())
-    make = {"recall": _recall, "text": _text}.get(scenario.kind)
-    if make is None:
-        raise ValueError(f"scenario {scenario.name}: unknown kind {scenario.kind!r}")
+    make = {"recall": _recall, "text": _text}[scenario.kind]
     return make(scenario, trained, rng, chosen)
 
 

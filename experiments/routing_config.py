@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from experiments import replay_lib, traces
+from experiments import config_checks, replay_lib, traces
 
 ROUTES = ("round_robin", "least_loaded", "prefix", "load_aware")
 
@@ -27,6 +27,8 @@ class RoutingConfig:
 
     def check(self) -> None:
         """Raises ValueError where a field makes no sense."""
+        config_checks.check_types(self)
+        self.trace.check()
         unknown = set(self.routes) - set(ROUTES)
         if unknown or not self.routes:
             raise ValueError(f"routes={self.routes} must be one or more of {ROUTES}")
@@ -35,5 +37,4 @@ class RoutingConfig:
         if not (self.capacity > 0 and self.utilisation > 0):
             raise ValueError(f"need {self.capacity=} > 0 and {self.utilisation=} > 0")
         replay_lib.policy_of(replay_lib.Cell(self.checkpoints, self.order))
-        if not self.workdir:
-            raise ValueError("workdir is empty: results.json and report.md are written there")
+        config_checks.check_workdir(self)

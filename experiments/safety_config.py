@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from experiments import config_checks
 from experiments.bench import bench_config
 from models.config import DecoderConfig
 
@@ -40,11 +41,13 @@ class SafetyConfig:
 
     def check(self) -> None:
         """Raises ValueError where a field makes no sense."""
+        config_checks.check_types(self)
         if not self.parts or set(self.parts) - set(PARTS):
             raise ValueError(f"parts={self.parts} must be of {PARTS}")
-        numbers = (self.rows, self.length, self.steps, self.burst, self.suffix, self.repeats)
-        if min(numbers) < 1 or not self.spans:
-            raise ValueError(f"rows, length, steps, burst, suffix, repeats, spans: got {self}")
+        config_checks.not_empty(self, "spans")
+        counts = ("rows", "length", "steps", "burst", "suffix", "repeats")
+        config_checks.at_least(self, 1, *counts)
+        config_checks.at_least(self, 0, "spans", "prefix", "seed", "seconds")
         if self.length + self.steps > self.capacity or self.steps % self.burst:
             raise ValueError(
                 f"need {self.length=} + {self.steps=} <= {self.capacity=}, and steps in whole "
@@ -52,5 +55,4 @@ class SafetyConfig:
             )
         if self.prefix + self.suffix + self.burst > self.capacity:
             raise ValueError(f"{self.prefix=} + {self.suffix=} do not fit {self.capacity=}")
-        if not self.workdir:
-            raise ValueError("workdir is empty: results.json and report.md are written there")
+        config_checks.check_workdir(self)

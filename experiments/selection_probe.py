@@ -35,6 +35,18 @@ class Probe:
         self.batches = list(itertools.islice(self.config.task.evaluate(), batches))
         self._evaluate = functools.cache(self._make)
 
+    def check(self) -> None:
+        """Raises ValueError where there is no indexer to look at, or a model cannot be built."""
+        model = models.build(self.config.model)
+        layers = [layer.attention for group in model.stack.groups for layer in group.layers]
+        if not any(getattr(layer, "indexer", None) for layer in layers):
+            raise ValueError(
+                "what an indexer picks is measured, and the model has none: set base.model.indexer="
+                "True and base.model.index_topk >= 1"
+            )
+        for way in WAYS:
+            models.build(picking(self.config.model, way, 1))
+
     def _make(self, way: str, k: int):
         return training.make_evaluate(models.build(picking(self.config.model, way, k)))
 

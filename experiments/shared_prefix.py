@@ -14,10 +14,11 @@ import jax
 import numpy as np
 
 import models
-from experiments import progress, run_record
+from experiments import config_checks, progress, run_record
 from experiments.bench import bench_config
 from experiments.bench.disk_bench import let_go
 from hetero_kv import Engine, Options, PrefixStore, Request
+from hetero_kv.contract import CacheSpec
 from hetero_kv.params import Params
 from hetero_kv.prefix.identity import Identity
 from hetero_kv.prefix.plan import DISK, Geometry
@@ -205,13 +206,36 @@ class Served:
 
 
 class Config(Protocol):
-    """What `fill_cells` needs of a configuration; it has the model of each kind by its name."""
+    """What both need of a configuration; it has the model of each kind by its name."""
 
     kinds: tuple[str, ...]
     prompts: tuple[int, ...]
     repeats: int
+    seconds: float
     seed: int
     workdir: str
+
+
+KINDS = ("hybrid", "full")
+
+
+def check(config: Config) -> dict[str, CacheSpec]:
+    """The cache of each kind's model; ValueError where a field that both have makes no sense."""
+    config_checks.check_types(config)
+    if not config.kinds or set(config.kinds) - set(KINDS):
+        raise ValueError(f"kinds={config.kinds} must be of {KINDS}")
+    config_checks.not_empty(config, "prompts")
+    config_checks.at_least(config, 2, "prompts")
+    config_checks.at_least(config, 1, "repeats")
+    config_checks.at_least(config, 0, "seed", "seconds")
+    config_checks.check_workdir(config)
+    found = {}
+    for kind in config.kinds:
+        try:
+            found[kind] = models.build(getattr(config, kind)).cache_spec
+        except ValueError as error:
+            raise ValueError(f"{kind}: {error}") from error
+    return found
 
 
 def fill_cells(

@@ -39,6 +39,10 @@ def run(
             has no results.
     """
     sweep_plan.check_runner(runner)
+    sweep_results.unwanted(drop)  # refused before a cell runs, as jobs are
+    sweep_jobs.core_sets(jobs)
+    if retries < 0:
+        raise ValueError(f"retries={retries} must be at least 0")
     cells = sweep_plan.cells(runner, config_file, fixed, grids, mode, seeds, seed_field)
     with sweep_jobs.Place(out) as place:
         failed = sweep_jobs.run_all(place, runner, config_file, cells, jobs, retries)

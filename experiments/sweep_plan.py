@@ -13,7 +13,7 @@ from experiments import cli, config_tools, run_record
 MODES = ("product", "zip", "list")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Cell:
     """changes: fields by dotted path, the seed's included. digest: of the whole configuration."""
 

@@ -41,15 +41,16 @@ def check(metrics: Sequence[str], places: Sequence[pathlib.Path]) -> None:
 
 
 def exhibit(place: pathlib.Path, metrics: Sequence[str] = ()) -> Exhibit:
-    """Tables of all numeric metrics, figures of those of `metrics` that the sweep has."""
+    """A table and figures of those of `metrics` that the sweep has; of none: a table of all."""
     asked = run_record.read_json(place / "sweep.json")
     lines = sweep_results.read(place / "results.csv")
     paths = _varied(asked)
     found = _by_metric(lines, paths)
+    shown = [x for x in metrics if x in found] if metrics else list(found)
     rows = [
         [f"{name}: {_label(paths, cell)}", *_spread(values)]
-        for name, cells in found.items()
-        for cell, values in cells.items()
+        for name in shown
+        for cell, values in found[name].items()
     ]
     title = f"Sweep of {asked['runner']} ({asked['config']})"
     note = "sd: standard deviation over seeds."
@@ -58,9 +59,11 @@ def exhibit(place: pathlib.Path, metrics: Sequence[str] = ()) -> Exhibit:
     )
     intro = f"{asked['cells']} cells, {len(asked['failed'])} failed."
     intro += "".join(f"\n- {digest}: {why}" for digest, why in asked["failed"].items())
-    drawn = [x for x in metrics if x in found]
+    if not shown:
+        intro += f"\n\nIt has none of the metrics that are asked for: {', '.join(metrics)}."
+    drawn = shown if metrics else []
     figures = {f"sweep-{_stem(x)}": _figure(x, found[x], paths) for x in drawn}
-    return Exhibit(title, intro, (), [table], figures)
+    return Exhibit(title, intro, (), [table] if rows else [], figures)
 
 
 def _stem(metric: str) -> str:

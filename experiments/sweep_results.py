@@ -25,16 +25,17 @@ def flat(values: object, prefix: str = "") -> Iterator[tuple[str, Value]]:
         yield prefix, values
 
 
-def rows(place: Place, cells: Sequence[Cell], drop: str) -> tuple[list[str], list[list[Value]]]:
-    """Columns and lines: digest, seed, what the grid changed, metric, value.
-
-    Raises:
-        ValueError: `drop` is no regular expression.
-    """
+def unwanted(drop: str) -> re.Pattern | None:
+    """What a name is searched for to be left out; ValueError if it is no regular expression."""
     try:
-        unwanted = re.compile(drop) if drop else None
+        return re.compile(drop) if drop else None
     except re.error as error:
         raise ValueError(f"drop={drop!r} is no regular expression: {error}") from error
+
+
+def rows(place: Place, cells: Sequence[Cell], drop: str) -> tuple[list[str], list[list[Value]]]:
+    """Columns and lines: digest, seed, what the grid changed, metric, value."""
+    pattern = unwanted(drop)
     paths = list(dict.fromkeys(path for cell in cells for path in cell.changes))
     lines = []
     for cell in cells:
@@ -45,7 +46,7 @@ def rows(place: Place, cells: Sequence[Cell], drop: str) -> tuple[list[str], lis
         # What a runner repeats of its configuration is the cell's, and names the work directory.
         results = {k: v for k, v in record["results"].items() if k != "config"}
         for name, value in flat(results):
-            if not (unwanted and unwanted.search(name)):
+            if not (pattern and pattern.search(name)):
                 lines.append([*own, name, value])
     return ["cell", *paths, "metric", "value"], lines
 

@@ -19,13 +19,14 @@ def run(config: TablesConfig) -> dict:
     config.check()
     values = config_tools.to_dict(config)
     run_record.write(config.workdir, values, seed=config.seed, runner="tables")
+    pages = tables_rows.allocator(config)  # first: it refuses pages and lengths that do not fit
     sizes = tables_rows.kv_sizes(config)
     results = {
         "config": values,
         "kv": sizes,
         "operations": tables_rows.operations(config),
         "ratios": tables_rows.ratios(config),
-        "allocator": tables_rows.allocator(config),
+        "allocator": pages,
         "prices": tables_rows.prices(config, sizes["v4_flash"]["packed_per_token"]),
     }
     run_record.write_results(config.workdir, results)

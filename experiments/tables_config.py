@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from experiments import config_checks
+
 CONVENTIONS = ("plain", "fp4_half")
 
 
@@ -49,29 +51,21 @@ class TablesConfig:
 
     def check(self) -> None:
         """Raises ValueError where a field makes no sense."""
+        config_checks.check_types(self)
         if self.convention not in CONVENTIONS:
             raise ValueError(f"convention={self.convention!r} must be one of {CONVENTIONS}")
-        if self.ratio_layers % 24:
+        if self.ratio_layers % 24 or self.ratio_layers < 24:
             raise ValueError(f"ratio_layers={self.ratio_layers} must be a multiple of 24, so that "
                              "1:1, 3:1, 5:1 and 7:1 come out even")  # fmt: skip
-        if (
-            min(
-                self.context,
-                self.ratio_context,
-                self.block,
-                self.requests,
-                self.concurrent,
-                self.anatomy_length,
-                *self.contexts,
-            )
-            < 1
-        ):
-            raise ValueError("contexts, block and requests are counts >= 1")
+        config_checks.not_empty(self, "contexts")
+        config_checks.at_least(self, 1, "context", "contexts", "ratio_context", "block", "requests")
+        config_checks.at_least(self, 1, "concurrent", "anatomy_length")
+        config_checks.above(self, 0, "median")
+        config_checks.at_least(self, 0, "sigma", "seed", "dollars_per_gb_hour")
         if not 1 <= self.shortest <= self.longest:
             raise ValueError(f"need 1 <= {self.shortest=} <= {self.longest=}")
         if not 0 <= self.hit <= 1:
             raise ValueError(f"hit={self.hit} is a share within 0 .. 1")
-        if any(x.hit > x.miss or x.hit < 0 for x in self.prices):
-            raise ValueError(f"a hit costs from 0 to what a miss costs: {self.prices}")
-        if not self.workdir:
-            raise ValueError("workdir is empty: results.json and report.md are written there")
+        if any(not 0 <= x.hit < x.miss for x in self.prices):
+            raise ValueError(f"a hit costs from 0 to less than what a miss costs: {self.prices}")
+        config_checks.check_workdir(self)

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from experiments import config_checks
 from hetero_kv.prefix.keys import Keys
 
 MOONCAKE_BLOCK = 512  # tokens
@@ -175,10 +176,15 @@ class GeneratorConfig:
 
     def check(self) -> None:
         """Raises ValueError where a field makes no sense."""
+        config_checks.check_types(self, "generator.")
         if self.kind not in KINDS:
             raise ValueError(f"generator.kind={self.kind!r} must be one of {KINDS}")
         if self.requests < 1 or self.seconds <= 0:
             raise ValueError(f"generator: {self.requests=} and {self.seconds=} must be positive")
+        config_checks.not_empty(self, "hot_prompts")
+        config_checks.at_least(self, 1, "hot_prompts", "longest")
+        config_checks.above(self, 0, "first_median", "more_median", "gap_median_s")
+        config_checks.at_least(self, 0, "seed", "first_sigma", "more_sigma", "gap_sigma")
         if not (0 <= self.turns < 1 and 0 <= self.follow <= 1):
             raise ValueError(f"generator: {self.turns=} and {self.follow=} are probabilities")
 
@@ -194,8 +200,17 @@ class TraceConfig:
     limit: int = 0
     generator: GeneratorConfig = dataclasses.field(default_factory=GeneratorConfig)
 
+    def check(self) -> None:
+        """Raises ValueError where a field makes no sense, or there is no such file."""
+        config_checks.at_least(self, 0, "limit")
+        if not self.path:
+            self.generator.check()
+        elif not pathlib.Path(self.path).is_file():
+            raise ValueError(f"trace={self.path}: no such file")
+
     def load(self) -> Trace:
         """The trace."""
+        self.check()
         if self.path:
             return load(self.path, self.limit)
         config = self.generator

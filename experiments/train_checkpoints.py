@@ -75,6 +75,12 @@ class TrainCheckpoints:
         self.close()
 
 
+def holds_one(directory: str | os.PathLike) -> bool:
+    """Whether a complete checkpoint is there; nothing is opened or made."""
+    place = pathlib.Path(directory)
+    return place.is_dir() and any(path.name.isdecimal() for path in place.iterdir())
+
+
 def _worth_showing(record: logging.LogRecord) -> bool:
     # orbax tells a dozen lines of every save at level INFO.
     return record.levelno >= logging.WARNING or "/orbax/" not in record.pathname

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from experiments import config_tools, tasks
+from experiments import config_checks, config_tools, tasks
 from models import config as model_config
 
 # Fields that change neither the parameters a step produces nor the rows that are logged: a run may
@@ -70,6 +70,7 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raises ValueError where the fields do not fit together."""
+        config_checks.check_types(self)
         self.task.check()
         if self.task.vocab_size > self.model.vocab_size:
             raise ValueError(
@@ -79,11 +80,18 @@ class TrainConfig:
             raise ValueError(f"{self.optimizer.name=} is neither adamw nor muon")
         if self.export_dtype not in EXPORT_DTYPES:
             raise ValueError(f"{self.export_dtype=} is not one of {EXPORT_DTYPES}")
-        for name in ("steps", "eval_every", "log_every", "checkpoint_every", "keep"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if not self.workdir:
-            raise ValueError("workdir is empty: a run writes its record and checkpoints there")
+        counts = ("steps", "eval_every", "log_every", "checkpoint_every", "keep")
+        config_checks.at_least(self, 1, *counts)
+        config_checks.at_least(self, 0, "seed", "target_accuracy")
+        if self.target_accuracy > 1:
+            raise ValueError(f"target_accuracy={self.target_accuracy} is a share of answers: <= 1")
+        rates = ("learning_rate", "warmup_steps", "final_scale", "weight_decay", "clip_norm")
+        config_checks.at_least(self.optimizer, 0, *rates, "b1", "b2")
+        if max(self.optimizer.b1, self.optimizer.b2) >= 1:
+            raise ValueError(f"{self.optimizer.b1=} and {self.optimizer.b2=} are means' decay: < 1")
+        steps = ("dense_steps", "frozen_steps")
+        config_checks.at_least(self.indexer, 0, "kl_weight", "learning_rate", *steps)
+        config_checks.check_workdir(self)
 
 
 def to_dict(config: TrainConfig) -> dict:

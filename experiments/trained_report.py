@@ -11,7 +11,7 @@ from experiments.bench.report import Table
 from experiments.exhibit import Claim, plain
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Arms:
     """A row's results: arm → seed → metrics."""
 

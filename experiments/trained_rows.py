@@ -18,25 +18,28 @@ from experiments.trained_models import Models, digest
 
 Metrics = Mapping[str, object]  # numbers, nested by name
 Measure = Callable[[train_config.TrainConfig, training.TrainResult], Metrics]
+Check = Callable[[], object]
 Results = dict[str, dict[str, dict[str, Metrics]]]  # row → arm → seed → metrics
 COLUMNS = ("cell", "arm", "seed", "metric", "value")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Row:
     """Arms by name, the seed aside, and what is measured of each.
 
     settings: JSON values besides the model's that decide a measurement; a cell is measured anew
-    where they change.
+    where they change. check: raises ValueError, before anything is trained, where `measure` could
+    not do its work.
     """
 
     name: str
     arms: Mapping[str, train_config.TrainConfig]
     measure: Measure
     settings: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    check: Check = lambda: None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Cell:
     """An arm of a row with its seed."""
 
@@ -63,11 +66,11 @@ class Cell:
 def run(rows: Sequence[Row], place: str | os.PathLike, seeds: int, jobs: int) -> Results:
     """Trains and measures what is missing, and writes `<row>.csv` of each row.
 
-    seeds: 0 .. seeds - 1. jobs: trainings at a time, each pinned to cores of its own.
+    rows: those that `check` has let through. seeds: 0 .. seeds - 1. jobs: trainings at a time,
+    each pinned to cores of its own.
     """
     place = pathlib.Path(place)
     (place / "cells").mkdir(parents=True, exist_ok=True)
-    _check(rows, place)  # all of them before hours go into the first
     trained = Models(place / "models")
     cells = [Cell(row, arm, seed) for row in rows for arm in row.arms for seed in range(seeds)]
     trained.train([x.config for x in cells if _read(place, x) is None], jobs)
@@ -86,15 +89,22 @@ def run(rows: Sequence[Row], place: str | os.PathLike, seeds: int, jobs: int) ->
     return found
 
 
-def _check(rows: Sequence[Row], place: pathlib.Path) -> None:
-    """Raises ValueError naming an arm that cannot be trained."""
+def check(rows: Sequence[Row]) -> None:
+    """Raises ValueError naming an arm that cannot be trained, or a row that cannot be measured.
+
+    Of all rows, before hours go into the first; nothing is written.
+    """
     for row in rows:
         for arm, made in row.arms.items():
             try:
-                dataclasses.replace(made, workdir=str(place)).check()
+                made.check()
                 models.build(made.model)
             except ValueError as error:
                 raise ValueError(f"{row.name}, arm {arm}: {error}") from error
+        try:
+            row.check()
+        except ValueError as error:
+            raise ValueError(f"{row.name}: {error}") from error
 
 
 def _read(place: pathlib.Path, cell: Cell) -> dict | None:

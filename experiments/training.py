@@ -22,7 +22,6 @@ import optax
 import models
 from experiments import (
     checkpoint,
-    config_tools,
     metrics_writer,
     optimizer,
     progress,
@@ -30,6 +29,7 @@ from experiments import (
     tasks,
     train_checkpoints,
     train_config,
+    train_record,
 )
 
 Metrics = dict[str, jax.Array]  # name -> f32[]
@@ -63,7 +63,7 @@ class Phase(enum.Enum):
     data_fields=("params", "opt_state", "step", "key"),
     meta_fields=(),
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class TrainState:
     """All that a step reads and writes."""
 
@@ -73,7 +73,7 @@ class TrainState:
     key: jax.Array  # for whatever draws random numbers; fold in the step
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class TrainResult:
     """What `run` returns; `results` is also in `results.json`."""
 
@@ -93,11 +93,35 @@ def init_state(config: train_config.TrainConfig, model: Model) -> TrainState:
     """The state before the first step."""
     key = jax.random.key(config.seed)
     if config.init_from:
-        _, params = checkpoint.load(config.init_from)
+        params = _exported(config, model)
     else:
         params = model.init(key)
     opt_state = optimizer.build(config).init(params)
     return TrainState(params, opt_state, jnp.zeros((), jnp.int32), key)
+
+
+def _exported(config: train_config.TrainConfig, model: Model) -> dict:
+    """The parameters of `init_from`; ValueError where there are none, or of another model."""
+    try:
+        _, params = checkpoint.load(config.init_from)
+    except FileNotFoundError as error:
+        raise ValueError(f"init_from={config.init_from!r}: no such export ({error})") from error
+    wanted = jax.eval_shape(model.init, jax.random.key(0))
+    have, want = (
+        {
+            jax.tree_util.keystr(path, simple=True, separator="/"): leaf.shape
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
+        for tree in (params, wanted)
+    )
+    if have != want:
+        differ = sorted(name for name in {*have, *want} if have.get(name) != want.get(name))
+        raise ValueError(
+            f"init_from={config.init_from!r} holds weights of another model: {differ[0]} is "
+            f"{have.get(differ[0])} there and {want.get(differ[0])} here, and {len(differ) - 1} "
+            "more differ"
+        )
+    return params
 
 
 def objective(
@@ -193,7 +217,7 @@ def run(config: train_config.TrainConfig, model: Model | None = None) -> TrainRe
     """
     config.check()
     workdir = pathlib.Path(config.workdir)
-    _record(config, workdir)
+    train_record.begin(config)
     model = model or models.build(config.model)
     state = init_state(config, model)
     step_fn, evaluate = make_step(config, model), make_evaluate(model)
@@ -271,33 +295,6 @@ class _Clock:
 
     def seconds(self) -> float:
         return self._before + time.monotonic() - self._began
-
-
-def _record(config: train_config.TrainConfig, workdir: pathlib.Path) -> None:
-    """Writes the run's record, unless the directory already holds another run."""
-    values = train_config.to_dict(config)
-    before = run_record.read_json(workdir / "config.json")
-    if before is not None:
-        changed = [
-            path
-            for path in config_tools.differences(before, values)
-            if path not in train_config.FREE_FIELDS
-        ]
-        if changed:
-            raise ValueError(
-                f"{workdir} holds a run with other values of {', '.join(changed)}; "
-                "use another workdir, or delete that one"
-            )
-    extra = {}
-    if hasattr(config.task, "corpus_digest"):
-        extra["corpus_digest"] = config.task.corpus_digest()
-        record = run_record.read_json(workdir / "run.json") or extra
-        if record.get("corpus_digest") != extra["corpus_digest"]:
-            raise ValueError(
-                f"{workdir} was trained on another corpus: the standard library's sources differ "
-                "between interpreters, and this is not the one that began the run"
-            )
-    run_record.write(workdir, values, seed=config.seed, **extra)
 
 
 def _results(

@@ -1,11 +1,10 @@
 """What `ttft` times: models, prompts, hits, window policies and tiers."""
 
 import dataclasses
+import pathlib
 
 from experiments import shared_prefix
 from models.config import DecoderConfig
-
-KINDS = ("hybrid", "full")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -22,7 +21,7 @@ class TtftConfig:
 
     hybrid: DecoderConfig = dataclasses.field(default_factory=shared_prefix.hybrid)
     full: DecoderConfig = dataclasses.field(default_factory=shared_prefix.full)
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = shared_prefix.KINDS
     prompts: tuple[int, ...] = (512, 1_024, 2_048, 4_096)
     hits: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95)
     arms: tuple[str, ...] = ("full/host", "end/host", "zero/host", "full/disk")
@@ -34,17 +33,21 @@ class TtftConfig:
 
     def check(self) -> None:
         """Raises ValueError where a field makes no sense."""
-        if not self.kinds or set(self.kinds) - set(KINDS):
-            raise ValueError(f"kinds={self.kinds} must be of {KINDS}")
+        specs = shared_prefix.check(self)
         if not self.arms:
             raise ValueError("arms is empty: which policies and tiers are timed?")
         for arm in self.arms:
             shared_prefix.Arm.of(arm)
-        if not self.prompts or min(self.prompts) < 2:
-            raise ValueError(f"prompts={self.prompts} are tokens >= 2")
+        longest = max(self.prompts)
+        for kind, spec in specs.items():
+            if longest < 2 * spec.granularity:
+                raise ValueError(
+                    f"prompts={self.prompts}: half of the longest is resumed for the timelines, "
+                    f"and {kind} resumes multiples of {spec.granularity} tokens; give one of "
+                    f"{2 * spec.granularity} tokens or more"
+                )
         if 0.0 not in self.hits or not all(0 <= x < 1 for x in self.hits):
             raise ValueError(f"hits={self.hits} are shares from 0 on, below 1, and 0 among them")
-        if self.repeats < 1:
-            raise ValueError(f"repeats={self.repeats} must be at least 1")
-        if not self.workdir:
-            raise ValueError("workdir is empty: results.json and report.md are written there")
+        if self.directory and not pathlib.Path(self.directory).is_dir():
+            raise ValueError(f"directory={self.directory!r} is no directory; make it, or leave it "
+                             "empty for that of temporary files")  # fmt: skip

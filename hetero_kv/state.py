@@ -19,7 +19,7 @@ LayerLeaves = dict[str, jax.Array]  # name -> [repeats, batch, *leaf.shape(capac
     data_fields=("length", "grid_length", "layers", "pages"),
     meta_fields=("capacity",),
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Cache:
     """State of `batch` sequences.
 

@@ -26,7 +26,7 @@ MARK = "_CHECKPOINT_METADATA"  # orbax writes it when it finishes
 TUPLE = "tuple"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Stored:
     """What a checkpoint says of itself, with the shapes and dtypes of its parameters."""
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,13 +50,8 @@ def check_config(config: DecoderConfig) -> None:
             f"dtype={config.dtype!r} with param_dtype={config.param_dtype!r}: products with such "
             f"weights come out wider than the activations; set param_dtype={config.dtype!r} too"
         )
-    if config.cache_align > MOST_ALIGN:
-        raise ValueError(
-            f"cache_align={config.cache_align}: bytes from 0 (as published) to {MOST_ALIGN}; "
-            "kernels read multiples of 128"
-        )
-    if not isinstance(config.cache_layouts, Mapping):
-        raise ValueError(f"cache_layouts={config.cache_layouts!r} maps names of leaves to layouts")
+    check_align("cache_align", config.cache_align)
+    check_mapping("cache_layouts", config.cache_layouts)
     for name in ("norm_eps", "hc_eps", "rope_theta", "compress_rope_theta"):
         if not getattr(config, name) > 0:
             raise ValueError(f"{name}={getattr(config, name)!r} must be > 0")
@@ -72,6 +68,21 @@ def check_config(config: DecoderConfig) -> None:
         raise ValueError(f"yarn_factor={config.yarn_factor} must be >= 0 (0: no YaRN)")
 
 
+def check_align(where: str, align: int) -> None:
+    """Raises ValueError for bytes that no row is a multiple of."""
+    if align > MOST_ALIGN:
+        raise ValueError(
+            f"{where}={align}: bytes from 0 (as published) to {MOST_ALIGN}; kernels read "
+            "multiples of 128"
+        )
+
+
+def check_mapping(where: str, layouts: Any) -> None:
+    """Raises ValueError for `cache_layouts` that are no mapping."""
+    if not isinstance(layouts, Mapping):
+        raise ValueError(f"{where}={layouts!r} maps names of leaves to layouts; give a dict")
+
+
 def check_layouts(kind: str, layouts: Mapping[str, str | None], spec: LayerSpec) -> None:
     """Raises ValueError where a layer type does not store a leaf as `cache_layouts` says."""
     for name, leaf in spec.leaves:
@@ -85,16 +96,18 @@ def check_layouts(kind: str, layouts: Mapping[str, str | None], spec: LayerSpec)
         )
 
 
-def check_names(layouts: Mapping[str, str | None], layers: Sequence[LayerSpec]) -> None:
-    """Raises ValueError for names in `cache_layouts` that no layer packs."""
+def check_names(
+    layouts: Mapping[str, str | None], layers: Sequence[LayerSpec], where: str = "cache_layouts"
+) -> None:
+    """Raises ValueError for names in `cache_layouts` that none of the layers packs."""
     leaves = [pair for layer in layers for pair in layer.leaves]
     packed = {name for name, leaf in leaves if leaf.packing is not None}
     for name, kind in layouts.items():
         if kind is not None and name not in packed:
             rows = dict.fromkeys(x for x, y in leaves if isinstance(y.contract, History | Window))
             raise ValueError(
-                f"cache_layouts[{name!r}]={kind!r}: no layer stores a leaf of that name so; those "
-                f"of this model that can be packed are {', '.join(rows) or 'none'}"
+                f"{where}[{name!r}]={kind!r}: no layer stores a leaf of that name so; those that "
+                f"can be packed are {', '.join(rows) or 'none'}"
             )
 
 
@@ -115,6 +128,8 @@ def check_types(config: DecoderConfig, types: str, table: str) -> None:
             check_like(f"{where}: {name}", own[name], "")
         for name in {*POSITIVE, *NOT_NEGATIVE} & set(own):
             check_integer(f"{where}: {name}", own[name], int(name in POSITIVE))
+        check_align(f"{where}: cache_align", own.get("cache_align", 0))
+        check_mapping(f"{where}: cache_layouts", own.get("cache_layouts") or {})
     if unused := sorted(str(x) for x in set(declared) - set(schedule)):
         raise ValueError(
             f"{table} declares {unused}, which no layer is; name them in {types} or remove them"

@@ -36,7 +36,7 @@ def to_checkpoint(
     dtype: of the parameters, "": as `config.json` says. Raises ValueError, naming file and tensor,
     for what cannot be read, and where the target exists.
     """
-    _absent(target)
+    check_target(target)
     model, params = hf.from_pretrained(
         source, keep_quantised=keep_quantised, progress=progress, **_changes(dtype)
     )
@@ -51,7 +51,7 @@ def to_directory(
     model_type: the family, "": the one that the checkpoint came from. Raises ValueError where the
     family has no place for the model, and where the target exists.
     """
-    _absent(target)
+    check_target(target)
     found = checkpoints.describe(source, **_changes(dtype))
     family = _family(source, model_type or found.model_type)
     family.fields(found.model, found.params)  # refused before anything is read
@@ -76,7 +76,8 @@ def describe(
 ) -> tuple[str, bool]:
     """What a conversion of `source` would do, as text, and whether it would succeed.
 
-    Nothing but headers is read. limit: bytes of memory for the parameters.
+    Nothing but headers is read, so values of tensors are not checked. limit: bytes of memory for
+    the parameters.
     """
     if checkpoints.is_checkpoint(source):
         found = checkpoints.describe(source, **_changes(dtype))
@@ -103,9 +104,30 @@ def _family(source: pathlib.Path, model_type: str) -> hf.Family:
     return hf.family(model_type)
 
 
-def _absent(target: pathlib.Path) -> None:
-    if target.exists():
+def check_target(target: pathlib.Path) -> None:
+    """Raises ValueError where no directory can be made: it exists, or its place cannot be had."""
+    if os.path.lexists(target):
         raise ValueError(f"{target} exists; give a new --target, or remove it")
+    place = next(x for x in target.absolute().parents if x.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise ValueError(f"{target}: {place} is no directory that can be written to; give another "
+                         "--target")  # fmt: skip
+
+
+def _check_flags(values: flags.FlagValues, from_checkpoint: bool) -> None:
+    """Raises ValueError for flags that this conversion would not look at."""
+    idle = {
+        "memory_gib": values.memory_gib is not None and not values.dry_run,
+        "keep_quantised": values.keep_quantised and from_checkpoint,
+        "model_type": values.model_type and not from_checkpoint,
+    }
+    why = {
+        "memory_gib": "it is for --dry_run",
+        "keep_quantised": f"{values.source} is a checkpoint, whose packed weights stay as they are",
+        "model_type": f"{values.source} is no checkpoint: its own family is read",
+    }
+    for name in (x for x, ignored in idle.items() if ignored):
+        raise ValueError(f"--{name}={getattr(values, name)} would do nothing: {why[name]}")
 
 
 class _Bar:
@@ -141,6 +163,11 @@ class _Bar:
 def main(values: flags.FlagValues) -> None:
     """Runs what the flags say."""
     source = pathlib.Path(values.source)
+    from_checkpoint = checkpoints.is_checkpoint(source)
+    _check_flags(values, from_checkpoint)
+    if not (values.target or values.dry_run):
+        raise ValueError("give --target, or --dry_run")
+    target = pathlib.Path(values.target)
     shared = {"dtype": values.dtype}
     quantised = {"keep_quantised": values.keep_quantised}
     if values.dry_run:
@@ -155,11 +182,10 @@ def main(values: flags.FlagValues) -> None:
         sys.stdout.write(text)
         if not ok:
             raise ValueError("this conversion would not succeed, see above")
+        if values.target:
+            check_target(target)
         return
-    if not values.target:
-        raise ValueError("give --target, or --dry_run")
-    target = pathlib.Path(values.target)
-    if checkpoints.is_checkpoint(source):
+    if from_checkpoint:
         to_directory(source, target, **shared, model_type=values.model_type)
         return
     with _Bar() as bar:
@@ -168,7 +194,7 @@ def main(values: flags.FlagValues) -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_string("source", None, "Hugging Face directory or checkpoint", required=True)
-    flags.DEFINE_string("target", "", "directory to make")
+    flags.DEFINE_string("target", "", "directory to make; --dry_run checks its place")
     flags.DEFINE_enum("dtype", "", ["", "float32", "bfloat16"], "of parameters; empty: as stored")
     flags.DEFINE_bool("keep_quantised", False, "keep FP8 and FP4 weights of layers as they are")
     flags.DEFINE_bool("dry_run", False, "print sizes, dtypes and problems; read headers only")

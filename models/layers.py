@@ -13,7 +13,7 @@ from hetero_kv.attention.call import Call, Mechanism, Train, View
 from hetero_kv.attention.fields import Fields, check_like
 from hetero_kv.attention.norm import rms_norm
 from hetero_kv.params import Params, ParamSpec, ParamTree
-from models.checks import check_layouts
+from models.checks import check_layouts, check_names
 from models.config import DecoderConfig
 from models.hyper import Hyper
 from models.mlp import Dense, MoE
@@ -67,6 +67,8 @@ def attention(config: DecoderConfig, kind: str) -> Mechanism:
     made = build(fields)
     fields.check_unused()
     check_layouts(kind, fields.get("cache_layouts") or {}, made.spec())
+    where = f"attention[{kind!r}]: cache_layouts"
+    check_names(own.get("cache_layouts") or {}, [made.spec()], where)
     return made
 
 

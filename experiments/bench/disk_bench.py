@@ -35,7 +35,7 @@ class DiskConfig:
     seconds: float = 60.0  # per object size, after which no further turn is begun
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Work:
     """The same objects for both arms."""
 

@@ -42,7 +42,7 @@ FIELDS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """One cell that is wanted. `rounds` is what its progress counts to."""
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from experiments import config_checks
 from experiments.tasks import task
 
 
@@ -31,6 +32,8 @@ class Induction:
         return 1 / self.vocab
 
     def check(self) -> None:
+        config_checks.at_least(self, 1, "batch_size", "eval_batches")
+        config_checks.at_least(self, 2, "length", "vocab")
         if not self.distances or not all(1 <= d < self.length for d in self.distances):
             raise ValueError(f"{self.distances=} are not all in 1..{self.length - 1}")
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from experiments import config_checks
 from experiments.tasks import corpus, task
 
 _NAMES = np.frombuffer(b"ABCDEFGHIJKLMNOPQRSTUVWXYZ", np.uint8)
@@ -49,6 +50,8 @@ class Needle:
         return self.length - self.questions * self.line_length
 
     def check(self) -> None:
+        config_checks.at_least(self, 1, "batch_size", "eval_batches", "questions", "digits")
+        config_checks.at_least(self, 0, "text_weight")
         if not 1 <= self.needles <= len(_NAMES):
             raise ValueError(f"{self.needles=} is not in 1..{len(_NAMES)}: names are letters")
         if not (self.depth == -1 or 0 <= self.depth <= 1):

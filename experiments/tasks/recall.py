@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from experiments import config_checks
 from experiments.tasks import task
 
 
@@ -55,6 +56,8 @@ class Recall:
         return self.offset + (self.slots or self.pairs) * self.stride + self.gap
 
     def check(self) -> None:
+        config_checks.at_least(self, 1, "batch_size", "eval_batches", "pairs")
+        config_checks.at_least(self, 0, "slots", "offset", "gap", "noise_symbols")
         slots = self.slots or self.pairs
         if self.stride < 2:
             raise ValueError(f"{self.stride=}: a slot holds a key and a value, so at least 2")

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from experiments import config_checks
 from experiments.tasks import corpus, task
 
 
@@ -26,6 +27,7 @@ class Text:
         return 1 / 256
 
     def check(self) -> None:
+        config_checks.at_least(self, 1, "batch_size", "eval_batches", "length")
         if self.split not in corpus.SPLITS:
             raise ValueError(f"{self.split=} is not one of {corpus.SPLITS}")
 

@@ -6,7 +6,7 @@ from hetero_kv.attention.compressed import Compressed
 from hetero_kv.attention.compressor import Compressor
 from hetero_kv.attention.entries import EntryPool
 from hetero_kv.attention.fields import Fields
-from hetero_kv.attention.indexer import Indexer
+from hetero_kv.attention.indexer import WITH_INDEXER, Indexer
 from hetero_kv.attention.latent_heads import LatentHeads
 from hetero_kv.attention.window import WindowBranch
 
@@ -31,7 +31,8 @@ def build(fields: Fields) -> Compressed:
         heads.cache_dtype,
         packing=fields.packing("entries", heads.dim, rope.dim),
     )
-    if topk < 0 or not fields.indexer:
+    if not (fields.indexer and topk >= 0):
+        fields.idle(WITH_INDEXER, "index_heads", "index_dim")
         return Compressed(kind, heads, window, compressor, entries)
     index_heads, index_dim = fields.index_heads, fields.index_dim
     if index_dim < rope.dim:

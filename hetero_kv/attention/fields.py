@@ -43,6 +43,7 @@ class Fields:
     ):
         self.kind, self.where = kind, f"{table}[{kind!r}]"
         self._config, self._own, self._asked = config, dict(own), set()
+        self._idle: dict[str, str] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -103,6 +104,8 @@ class Fields:
         """
         kind = (self.get("cache_layouts") or {}).get(leaf)
         if kind is None:
+            self.idle(f"rows are packed: name {leaf!r} (or another leaf) in cache_layouts",
+                      "cache_align")  # fmt: skip
             return None
         about = f"layer type {self.kind!r}: cache_layouts[{leaf!r}]={kind!r}"
         usable = [name for name in KINDS if rope or name != "fp8_rope"]
@@ -123,6 +126,10 @@ class Fields:
             raise ValueError(f"{where} has fields {unknown}; it may have {list(known)}")
         return dict(value)
 
+    def idle(self, when: str, *names: str) -> None:
+        """Says of fields that are not read as things are: they would be where it is `when`."""
+        self._idle.update(dict.fromkeys(names, when))
+
     @property
     def unused(self) -> list[str]:
         """Own fields that were not read."""
@@ -130,6 +137,12 @@ class Fields:
 
     def check_unused(self) -> None:
         """Raises ValueError naming own fields that nothing has read, and those that were read."""
+        for name in self.unused:
+            if name in self._idle:
+                raise ValueError(
+                    f"{self.where}: {name}={self._own[name]!r} is read only where "
+                    f"{self._idle[name]}, or leave {name} out"
+                )
         if self.unused:
             raise ValueError(
                 f"{self.where} has fields that nothing reads: {self.unused}; it may have "

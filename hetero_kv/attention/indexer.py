@@ -18,6 +18,8 @@ from hetero_kv.attention.when import when
 from hetero_kv.kernels.chunk_attention.operands import Chosen
 from hetero_kv.params import Params, ParamSpec, ParamTree
 
+WITH_INDEXER = "there is an indexer: set indexer=True and index_topk >= 1"  # see Fields.idle
+
 
 class Picker:
     """Picks the top k of what index keys score; a base of indexers, which say heads and topk."""

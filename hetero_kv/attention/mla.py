@@ -16,7 +16,7 @@ from hetero_kv.attention import attend
 from hetero_kv.attention.call import Call, Train, View
 from hetero_kv.attention.entries import TILE, EntryPool
 from hetero_kv.attention.fields import Fields
-from hetero_kv.attention.indexer import Picker, check, teach
+from hetero_kv.attention.indexer import WITH_INDEXER, Picker, check, teach
 from hetero_kv.attention.norm import layer_norm, rms_norm
 from hetero_kv.attention.rope import Rope, Table, rotate
 from hetero_kv.contract import LayerSpec
@@ -246,14 +246,16 @@ def build(fields: Fields) -> Mla:
     latent, nope_dim, v_dim = fields.sizes("kv_lora_rank", "nope_dim", "v_dim")
     kind, rope, dtype = fields.kind, fields.rope_of(fields.rope_theta), fields.cache_dtype
     d_query, shared = fields.q_lora_rank or fields.d_model, fields.get("shared_dim", rope.dim)
-    indexer = None
-    if fields.indexer and fields.index_topk >= 0:
+    indexer, topk = None, fields.index_topk
+    if not (fields.indexer and topk >= 0):
+        fields.idle(WITH_INDEXER, "index_heads", "index_dim")
+    else:
         indexer = TokenIndexer(
             fields.d_model,
             d_query,
             fields.index_heads,
             fields.index_dim,
-            fields.index_topk,
+            topk,
             dataclasses.replace(rope, halves=True),
             EntryPool(
                 "index_keys",

@@ -39,7 +39,7 @@ def damage(
     return _Pages(spec, case, cache, row).damaged(material, mate)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Pages:
     """The pages of one component that a row reads."""
 

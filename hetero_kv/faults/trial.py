@@ -72,7 +72,7 @@ class Outcome:
         return any(x.split(":")[0] in codes and named in x for x in self.reasons)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Answer:
     """Outputs from the resumed length on: what follows token L, L + 1, and so on."""
 

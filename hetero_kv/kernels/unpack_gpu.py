@@ -36,7 +36,7 @@ def check(name: str, packing: Packing) -> None:
     if packing.bytes % BOX:
         raise NotImplementedError(
             f"{name}: {packing.kind} rows of {packing.bytes} bytes; the copy engine needs a "
-            f"multiple of {BOX}: pack them with align={BOX}"
+            f"multiple of {BOX}: pack them with align={BOX} (a model's cache_align)"
         )
     if packing.width % (PIECE * own.codes_of_byte):
         raise NotImplementedError(

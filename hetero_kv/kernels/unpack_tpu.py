@@ -30,7 +30,7 @@ def row_major(name: str, pool: Pool) -> None:
     if packing and packing.bytes % LANES:
         raise NotImplementedError(
             f"{name}: rows of {packing.bytes} bytes are not in row-major order on a TPU unless the "
-            f"pool was put there so; pack them with align={LANES}"
+            f"pool was put there so; pack them with align={LANES} (a model's cache_align)"
         )
 
 

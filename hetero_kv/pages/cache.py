@@ -24,7 +24,7 @@ Keys = dict[str, jax.Array]  # per component: u32[n, 2], an owner for each colum
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("tables", "owner"), meta_fields=("paging",))
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Pages:
     """The page tables of a cache.
 

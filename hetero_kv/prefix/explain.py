@@ -25,7 +25,7 @@ class ComponentRow:
     why: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Explanation:
     """Why a prompt would be resumed where it would be; `str()` is a table.
 

@@ -123,7 +123,7 @@ def checkpoint_layout(spec: CacheSpec) -> GroupLayout:
     return _layout(parts)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ArrayPayload:
     """The bytes of one group in a buffer of their own: u8[layout.nbytes].
 

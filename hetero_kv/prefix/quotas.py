@@ -45,7 +45,7 @@ class Quota:
         return any(x is not None for x in dataclasses.astuple(self))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Quotas:
     """`each` holds for every tenant (the nameless one included) that `tenants` does not name."""
 

@@ -20,7 +20,7 @@ class Row:
     fits: bool  # beside those before it
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class DryRun:
     """A plan, and its parameters one by one.
 

@@ -61,7 +61,7 @@ class Source:
         return count
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
     """What loading a directory will do. Nothing but headers has been read.
 

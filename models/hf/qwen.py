@@ -80,7 +80,7 @@ TOP = {
 Mlps = dict[str, dict[str, Any]]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Kind:
     """One `model_type`.
 

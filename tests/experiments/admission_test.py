@@ -31,7 +31,7 @@ def test_directions(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     "field, value",
     [("attention_layers", 0), ("state_dims", ()), ("capacities", (0.0,)), ("orders", ("x",)),
-     ("refine", 3), ("workdir", "")],
+     ("refine", 3), ("refine", 0), ("placements", ()), ("parameters", 0.0), ("workdir", "")],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(field: str, value: object) -> None:
     config = config_file.get_config()

@@ -82,9 +82,13 @@ def test_operations_between_two_lengths() -> None:
 
 @pytest.mark.parametrize(
     "field, value",
-    [("flops_per_s", 0.0), ("placements", ()), ("prompts", "none.jsonl"), ("workdir", "")],
-)
-def test_what_makes_no_sense_is_refused(field: str, value: object, tmp_path: pathlib.Path) -> None:
+    [("flops_per_s", 0.0), ("placements", ()), ("placements", ("full", "often")),
+     ("order", "lru+time"), ("prompts", "none.jsonl"), ("workdir", "")],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(
+    field: str, value: object, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(advise, "Replays", None)  # before any replay
     config = config_of("v3_2", tmp_path)
     setattr(config, field, value)
     with pytest.raises(ValueError):

@@ -101,6 +101,8 @@ def test_claims_compare_seconds_with_operations(run) -> None:
         (dict(prompts=()), "prompts="),
         (dict(overlaps=(1.0,)), "overlaps="),
         (dict(recomputed=9), "recomputed"),
+        (dict(full=prefix_sizes.FULL.replace(d_model=0)), "full: d_model=0"),
+        (dict(seed=-1), "seed=-1"),
         (dict(workdir=""), "workdir is empty"),
     ],
 )

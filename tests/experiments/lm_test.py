@@ -8,7 +8,16 @@ import pytest
 
 import models
 from configs import lm as config_file
-from experiments import exhibit, lm, lm_arms, lm_probe, lm_report, tasks, trained_models
+from experiments import (
+    config_tools,
+    exhibit,
+    lm,
+    lm_arms,
+    lm_probe,
+    lm_report,
+    tasks,
+    trained_models,
+)
 from experiments.lm_arms import GLOBAL, LOCAL
 
 STRETCHES = ("all", "0-31", "32-127", "128-255")
@@ -153,13 +162,53 @@ def test_a_run_end_to_end(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "field, value",
-    [("rows", ("C9",)), ("seeds", 0), ("edges", (128, 32)), ("edges", (256,)),
-     ("edges", ()), ("lengths", (0,)), ("lengths", (512,)),
-     ("depths", (2.0,)), ("workdir", "")],
-)  # fmt: skip
-def test_what_makes_no_sense_is_refused(field: str, value: object) -> None:
+    "field, value, told",
+    [
+        ("rows", ("C9",), "rows="),
+        ("seeds", 0, "seeds=0"),
+        ("edges", (128, 32), "edges="),
+        ("edges", (256,), "edges="),
+        ("edges", (32.5,), "edges=.*32.5 is not a whole number"),
+        ("edges", (), "edges="),
+        ("lengths", (0,), "lengths="),
+        ("lengths", (512,), "lengths="),
+        ("lengths", (30,), "C1: .*40 bytes of needles and questions"),
+        ("depths", (2.0,), "depths="),
+        ("depths", (), "depths="),
+        ("keys", (1,), "keys=.*two counts at least"),
+        ("keys", (4, 1), "keys=.*must rise"),
+        ("keys", (1, 12), "C7: .*bytes of needles and questions"),
+        ("keys", (1, 40), "C7: .*names are letters"),
+        ("nsa", (8, 4, 16), "nsa=.*4 values are needed, not 3"),
+        ("nsa", (8, 4, 16, 0), "nsa="),
+        ("nsa", (8, 3, 16, 4), "C4, arm all NSA"),
+        ("stream_first", -1, "stream_first=-1"),
+        ("small_window", 0, "small_window=0"),
+        ("longer", 0, "longer=0"),
+        ("longer", 1 << 20, "C6: longer=1048576: .*held out"),
+        ("base.task.questions", 0, "questions=0"),
+        ("workdir", "", "workdir"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_leaves_nothing(
+    field: str, value: object, told: str, tmp_path: pathlib.Path
+) -> None:
     config = config_file.get_config()
-    setattr(config, field, value)
-    with pytest.raises(ValueError):
+    config.workdir = str(tmp_path / "run")
+    if told[0] == "C":
+        config.rows = (told[:2],)
+    config_tools.override(config, {field: value})
+    with pytest.raises(ValueError, match=told):
         lm.run(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_depths_without_the_beginning_claim_nothing_of_it() -> None:
+    config = config_tools.to_dict(CONFIG) | {"depths": [0.5]}
+    config["base"] = lm.train_config.to_dict(CONFIG.base)
+    arms = {arm: made(2.5) for arm in (GLOBAL, "1:1", LOCAL)}
+    for arm in arms.values():
+        arm["0"]["needle"] = {str(n): {"0.5": 1.0} for n in CONFIG.lengths}
+    results = {"config": config, "xz": {"stream": 1.5, "windows": 4.0}, "rows": {"C1": arms}}
+    names = [x.name for x in lm_report.exhibit(results).claims]
+    assert len(names) == 5 and not any("farthest" in x for x in names)

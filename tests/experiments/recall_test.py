@@ -6,7 +6,15 @@ import pytest
 
 import models
 from configs import recall as config_file
-from experiments import exhibit, recall, recall_arms, recall_report, report, trained_models
+from experiments import (
+    config_tools,
+    exhibit,
+    recall,
+    recall_arms,
+    recall_report,
+    report,
+    trained_models,
+)
 from experiments.recall_arms import BASE
 from tests.experiments import train_test
 
@@ -23,6 +31,7 @@ def made(**metrics: float) -> dict:
 def results(**rows: dict) -> dict:
     config = config_file.get_config()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recall.trained_rows, "check", lambda rows: None)
         patch.setattr(recall.trained_rows, "run", lambda *a: rows)
         patch.setattr(recall.run_record, "write", lambda *a, **k: None)
         patch.setattr(recall.run_record, "write_results", lambda *a: None)
@@ -144,12 +153,34 @@ def test_a_run_end_to_end(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "field, value",
-    [("rows", ("B9",)), ("rows", ()), ("seeds", 0), ("ratios", ()), ("picks", (0,)),
-     ("warm_frozen", 0), ("workdir", "")],
-)  # fmt: skip
-def test_what_makes_no_sense_is_refused(field: str, value: object) -> None:
+    "field, value, told",
+    [
+        ("rows", ("B9",), "rows="),
+        ("rows", (), "rows="),
+        ("seeds", 0, "seeds=0"),
+        ("ratios", (), "ratios="),
+        ("ratios", (2, "4"), "ratios=.*'4' is not a whole number"),
+        ("picks", (0,), "picks="),
+        ("state", (16, 16, 16), "state=.*2 values are needed"),
+        ("distances", (), "distances="),
+        ("warm_frozen", 0, "warm_frozen=0"),
+        ("warm_dense", 5, "warm_dense=5 < .*log_every"),
+        ("workdir", "", "workdir"),
+        ("base.steps", 1.5, "base.steps=1.5"),
+        ("base.task.eval_batches", 0, "eval_batches=0"),
+        ("base.optimizer.b2", 1.0, "b2"),
+        ("base.model.index_topk", -1, "B4: .*base.model.index_topk >= 1"),
+        ("base.model.attention", {"csa": {"indexer": False}}, "B3: .*base.model.indexer=True"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_and_leaves_nothing(
+    field: str, value: object, told: str, tmp_path: pathlib.Path
+) -> None:
     config = config_file.get_config()
-    setattr(config, field, value)
-    with pytest.raises(ValueError):
+    config.workdir = str(tmp_path / "run")
+    if told[:2] in ("B3", "B4"):
+        config.rows = (told[:2],)
+    config_tools.override(config, {field: value})
+    with pytest.raises(ValueError, match=told):
         recall.run(config)
+    assert not (tmp_path / "run").exists()

@@ -143,6 +143,10 @@ class ReplayTest(parameterized.TestCase):
         {"placements": ("often",)},
         {"capacities": (0.0,)},
         {"trace": "none.jsonl"},
+        {"lru_blocks": (0,)},
+        {"limit": -1},
+        {"generator": traces.GeneratorConfig(first_median=0.0)},
+        {"generator": traces.GeneratorConfig(hot_prompts=())},
         {"workdir": ""},
     )
     def test_what_makes_no_sense_is_refused(self, **changes):

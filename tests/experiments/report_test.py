@@ -54,6 +54,7 @@ def test_runs_on_one_page(tmp_path: pathlib.Path) -> None:
     assert text.count("## Claims") == 1 and text.count("# Trace replay: ") == 3
     for picture in ("1-replay.png", "3-replay.png", "4-sweep-loss.png"):
         assert f"({picture})" in text and (out / picture).stat().st_size
+    assert "loss: inner.m = 4, scale = 2" in text and "deep.of.0" not in text
     stored = json.loads((out / "claims.json").read_text())["claims"]
     assert [x["verdict"] for x in stored] == [x.verdict for x in claims]
 
@@ -65,6 +66,13 @@ def test_a_sweep_is_summed_up_over_seeds(tmp_path: pathlib.Path) -> None:
     rows = {row[0]: row[1:] for row in shown.tables[0].rows}
     # loss = (m + seed) / 7.
     assert rows["loss: inner.m = 4"] == ["0.6429", "0.101", "0.5714", "0.7143", "2"]
+    deep = sweep_report.exhibit(tmp_path, ["deep.of.1", "loss", "of another"])
+    asked = ["deep.of.1: inner.m = 1", "deep.of.1: inner.m = 4", "loss: inner.m = 1",
+             "loss: inner.m = 4"]  # fmt: skip
+    assert [row[0] for row in deep.tables[0].rows] == asked
+    assert list(deep.figures) == ["sweep-deep-of-1", "sweep-loss"]
+    none = sweep_report.exhibit(tmp_path, ["of another"])
+    assert not none.tables and not none.figures and "none of the metrics" in none.intro
     assert sweep_report.metrics_of(tmp_path) == ["loss", "deep.of.0", "deep.of.1"]
     out = str(tmp_path / "out")
     message = r"no metric 'accuracy'; There are: loss; deep\.of\.0; deep\.of\.1 "

@@ -77,12 +77,21 @@ def test_wrong_settings_are_named(small, tmp_path):
     for changes, message in (
         ({"modes": ("validated", "hash")}, "unknown modes"),
         ({"scenarios": ("recal",)}, "unknown scenario 'recal'"),
+        ({"capacities": (0.9, 0.0)}, "capacities="),
+        ({"policy": "often"}, "unknown checkpoint policy"),
+        # Of the last scenario: told before the first one runs.
+        ({"control.requests": 0}, "control: requests=0"),
+        ({"control.kind": "recal"}, "control: kind='recal'"),
+        ({"control.document_tokens": 97}, "control: document_tokens=97 is not a multiple"),
+        ({"control.kind": "text"}, "was not trained on text"),
+        ({"control.checkpoint": "none"}, "no checkpoint 'none'"),
+        ({"control.train_config": "none.py", "train": True}, r"none\.py: no such file"),
     ):
-        config = reuse_config.ReuseConfig(workdir=str(tmp_path))
-        for name, value in changes.items():
-            setattr(config, name, value)
+        config = reuse_config.ReuseConfig(workdir=str(tmp_path / "run"))
+        config_tools.override(config, changes)
         with pytest.raises(ValueError, match=message):
             reuse.run(config)
+    assert not (tmp_path / "run").exists()
 
 
 def test_summaries_count_what_happened():

@@ -88,6 +88,22 @@ def test_a_file_that_is_none_is_refused(tmp_path: pathlib.Path) -> None:
         sweep.run(RUNNER, str(tmp_path / "nowhere.py"), [], out=str(tmp_path / "s"))
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(drop="("), "drop='.' is no regular expression"),
+        (dict(jobs=0), "jobs=0"),
+        (dict(retries=-1), "retries=-1"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_anything_runs(
+    tmp_path: pathlib.Path, options: dict, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        sweep.run(RUNNER, FILE, ["inner.m=1"], out=str(tmp_path / "s"), **options)
+    assert not (tmp_path / "s").exists()
+
+
 def test_cores_are_shared_out() -> None:
     have = os.sched_getaffinity(0)
     whole = sweep_jobs.core_sets(1)

@@ -60,7 +60,9 @@ def test_prices() -> None:
     "field, value",
     [
         ("convention", "fp16"), ("ratio_layers", 20), ("context", 0), ("shortest", 10**6),
-        ("hit", 1.5), ("prices", (Price("p", 1, 2, ""),)), ("workdir", ""),
+        ("hit", 1.5), ("prices", (Price("p", 1, 2, ""),)), ("prices", (Price("p", 1, 1, ""),)),
+        ("ratio_layers", 0), ("contexts", ()), ("median", 0.0), ("seed", -1), ("block", 100),
+        ("workdir", ""),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(field: str, value: object) -> None:

@@ -22,6 +22,7 @@ from experiments import (
     optimizer,
     tasks,
     train_checkpoints,
+    train_record,
     training,
 )
 
@@ -155,6 +156,33 @@ class ResumeTest(TemporaryTest):
             training.run(tiny(self.dir, seed=1, **{"model.window": 5}))
         training.run(tiny(self.dir, keep=5))
 
+    def test_a_run_that_produced_nothing_lets_a_corrected_one_through(self):
+        for wrong in (
+            {"model.window": -1},  # the model is refused
+            {"init_from": str(self.dir / "none")},
+            {"task.length": 31},  # and the first batch cannot be traced
+        ):
+            config = tiny(self.dir / "run", **wrong)
+            with (
+                absltest.mock.patch.object(tasks.Recall, "batch", lambda *a: {}),
+                self.assertRaises((ValueError, KeyError)),
+            ):
+                training.run(config)
+            self.assertTrue((self.dir / "run" / "config.json").exists())
+        train_record.begin(tiny(self.dir / "run"))
+        (self.dir / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+        train_record.begin(tiny(self.dir / "run"))
+        with self.assertRaisesRegex(ValueError, "other values of seed"):
+            train_record.begin(tiny(self.dir / "run", seed=1))
+
+    def test_what_a_directory_holds(self):
+        self.assertFalse(train_record.holds_work(self.dir))
+        (self.dir / "checkpoints" / "9.orbax-checkpoint-tmp-1").mkdir(parents=True)
+        (self.dir / "metrics.jsonl").write_text("")
+        self.assertFalse(train_record.holds_work(self.dir))
+        (self.dir / "checkpoints" / "9").mkdir()
+        self.assertTrue(train_record.holds_work(self.dir))
+
     def interrupted(self, at):
         config = tiny(self.dir / "resumed")
         config.task = _Interrupting(**vars(config.task), at=at)
@@ -252,6 +280,15 @@ class ExportTest(TemporaryTest):
         checkpoint.export(params, config, self.dir / "model")
         state = training.init_state(config, models.build(config.model))
         self.assertTrue(equal(state.params, params))
+
+    def test_an_export_of_another_model_is_refused(self):
+        params = models.build(tiny(self.dir).model).init(jax.random.key(7))
+        checkpoint.export(params, tiny(self.dir), self.dir / "model")
+        wider = {"model.d_ff": 24, "init_from": str(self.dir / "model")}
+        config = tiny(self.dir / "run", **wider)
+        message = r"another model: .*mlp/down is \(1, 16, 16\) there and \(1, 24, 16\) here"
+        with self.assertRaisesRegex(ValueError, message):
+            training.init_state(config, models.build(config.model))
 
     def test_tensors_that_do_not_fit_are_named(self):
         config = tiny(self.dir)

@@ -82,13 +82,19 @@ def test_the_tidy_file(tmp_path: pathlib.Path) -> None:
     assert len(lines) == 1 + 2 * 6
 
 
-def test_all_arms_are_checked_before_the_first_is_trained(tmp_path: pathlib.Path) -> None:
+def test_all_arms_and_measures_are_checked() -> None:
     good = train_test.tiny("unused")
     bad = dataclasses.replace(good, model=good.model.replace(window=-1))
     row = trained_rows.Row("X", {"good": good, "bad": bad}, lambda *_: {})
     with pytest.raises(ValueError, match=r"X, arm bad: .*window"):
-        trained_rows.run([row], tmp_path, 1, 1)
-    assert not list((tmp_path / "models").glob("*"))
+        trained_rows.check([row])
+
+    def refuse() -> None:
+        raise ValueError("no such probe")
+
+    row = trained_rows.Row("Y", {"good": good}, lambda *_: {}, check=refuse)
+    with pytest.raises(ValueError, match="Y: no such probe"):
+        trained_rows.check([row])
 
 
 def test_digests_name_what_decides_a_model() -> None:

@@ -73,8 +73,17 @@ def files(root: pathlib.Path = ROOT) -> list[str]:
     return sorted(found)
 
 
-def read(root: pathlib.Path = ROOT) -> dict[str, Source]:
-    """Parses every Python file of the rooms."""
+def read(root: pathlib.Path = ROOT) -> Mapping[str, Source]:
+    """Parses every Python file of the rooms; those of the repository once in a process."""
+    return _repository() if root == ROOT else _read(root)
+
+
+@functools.cache
+def _repository() -> Mapping[str, Source]:
+    return _read(ROOT)
+
+
+def _read(root: pathlib.Path) -> Mapping[str, Source]:
     paths = [path for path in files(root) if path.endswith(".py")]
     index = {_module(path): path for path in paths}
     return {path: parse(path, (root / path).read_text(), index) for path in paths}

@@ -90,6 +90,17 @@ def test_what_a_mechanism_needs_is_told_and_documented(kind: str, needed: tuple[
     assert all(name in documented for name in needed)
 
 
+@pytest.mark.parametrize("off", [{"indexer": False}, {"index_topk": -1}])
+@pytest.mark.parametrize(
+    ("kind", "own"), [("csa", {}), ("mla", {"kv_lora_rank": 8, "nope_dim": 8, "v_dim": 8})]
+)
+def test_a_field_that_another_one_switches_off_is_told_with_it(kind: str, own: dict, off: dict):
+    config = models.DecoderConfig(layer_types=(kind,), mlp_types=("dense",))
+    models.build(config.replace(attention={kind: own | off}))
+    with pytest.raises(ValueError, match=r"index_dim=32 is read only where .*set indexer=True"):
+        models.build(config.replace(attention={kind: own | off | {"index_dim": 32}}))
+
+
 @pytest.fixture(scope="module")
 def small() -> tuple[models.Decoder, dict]:
     model = models.build(models.DecoderConfig(layer_types=("swa",), mlp_types=("dense",)))

@@ -162,6 +162,35 @@ def test_what_flags_do(tmp_path: pathlib.Path, capsys) -> None:
     assert not capsys.readouterr().out
 
 
+def test_a_dry_run_refuses_what_the_run_would(tmp_path: pathlib.Path, capsys) -> None:
+    source = families.GOLDENS / "smallest"
+    model = build(DecoderConfig(layer_types=("swa",), mlp_types=("dense",)))
+    checkpoints.save(tmp_path / "own", model, random_params(model))
+    (tmp_path / "there").mkdir()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    before = left_over(tmp_path)
+    for given, message in (
+        (dict(source=source, target=tmp_path / "there"), "there exists; give a new --target"),
+        (dict(source=source, target=tmp_path / "dangling"), "dangling exists"),
+        (dict(source=source, target=tmp_path / "file" / "in"), "file is no directory"),
+        (dict(source=source, target=tmp_path / "new", model_type="gpt_oss"), "--model_type=gpt"),
+        (dict(source=tmp_path / "own", target=tmp_path / "new"), "came from no family"),
+        (dict(source=tmp_path / "own", target=tmp_path / "new", keep_quantised=True), "--keep_q"),
+        (dict(source=tmp_path / "absent", target=tmp_path / "new"), "does not exist"),
+    ):
+        for dry_run in (True, False):
+            with pytest.raises(ValueError, match=message):
+                convert.main(flags(**given, dry_run=dry_run))
+    with pytest.raises(ValueError, match=r"--memory_gib=1\.0 would do nothing"):
+        convert.main(flags(source=source, target=tmp_path / "new", memory_gib=1.0))
+    assert left_over(tmp_path) == before
+    capsys.readouterr()
+    convert.main(flags(source=source, target=tmp_path / "new" / "deeper", dry_run=True))
+    assert "every tensor is accounted for" in capsys.readouterr().out
+    assert left_over(tmp_path) == before
+
+
 @pytest.mark.full
 def test_the_program(tmp_path: pathlib.Path) -> None:
     def run(*flags: str) -> subprocess.CompletedProcess:

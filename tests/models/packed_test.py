@@ -274,6 +274,16 @@ LAYOUTS = ", ".join(KINDS)
             "cache_align=-1: an integer >= 0",
         ),
         (dict(cache_layouts=["int8"]), "maps names of leaves to layouts"),
+        (
+            dict(attention={"csa": {"cache_align": 128}}),
+            r"attention\['csa'\]: cache_align=128 .*cache_layouts, or leave cache_align out",
+        ),
+        (dict(attention={"csa": {"cache_align": 1 << 20}}), "cache_align=1048576: bytes from 0"),
+        (dict(attention={"csa": {"cache_layouts": ["int8"]}}), "'csa'.*maps names of leaves"),
+        (
+            dict(attention={"csa": {"cache_layouts": {"entrys": "int8"}}}),
+            r"attention\['csa'\]: cache_layouts\['entrys'\]='int8'.*window, entries, index_keys",
+        ),
         (GROUPED | dict(cache_layouts={"kv": "fp8_rope"}), "'full': .* use one of fp8_f32, fp4"),
         (
             dict(attention={"csa": {"cache_layouts": {"tail": "fp4"}}}),

@@ -152,8 +152,9 @@ def _backends(name: str) -> dict[str, Backend]:
 
 def _arrays(pages: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Both as JAX arrays; wider ids are refused, not cut."""
-    if np.ndim(ids) != 1 or np.result_type(ids) != np.int32:
-        raise ValueError(f"ids must be i32[k], got {np.result_type(ids)}{list(np.shape(ids))}")
+    dtype = ids.dtype if hasattr(ids, "dtype") else np.asarray(ids).dtype
+    if np.ndim(ids) != 1 or dtype != np.int32:
+        raise ValueError(f"ids must be i32[k], got {dtype}{list(np.shape(ids))}")
     return jnp.asarray(pages), jnp.asarray(ids)
 
 

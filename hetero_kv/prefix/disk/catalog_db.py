@@ -84,7 +84,7 @@ class Extent:
         self.sums ^= row.sum()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Loaded:
     """What the index says, of the segments whose rows are all there.
 

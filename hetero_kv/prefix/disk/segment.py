@@ -39,7 +39,7 @@ class Found:
     alive: bool
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class Got:
     """A record read by copy, or both None and a failure (STALE, CORRUPT, UNREADABLE, and where)."""
 

@@ -91,7 +91,7 @@ def test_it_lowers(name: str) -> None:
 
 def test_what_it_cannot_take_is_told() -> None:
     for packing, message in [
-        (Packing("fp8_rope", 512, rope=64), "584 bytes.*pack them with align=128"),
+        (Packing("fp8_rope", 512, rope=64), "584 bytes.*pack them with align=128.*cache_align"),
         (Packing("fp4", 64, align=128), "64 values; a multiple of 128"),
         (Packing("fp8_rope", 96, rope=32, align=128), "96 values; a multiple of 64"),
         (Packing("fp8_f32", 128, rope=32, group=32, align=128), "at byte 108; multiples of 8"),

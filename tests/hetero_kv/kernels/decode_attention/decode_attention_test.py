@@ -225,7 +225,7 @@ def test_wrong_arguments() -> None:
     with pytest.raises(NotImplementedError, match="quantised"):
         call(entries=entries._replace(pool=quantised))
     packed = oracle.make(PACKED["int8"])
-    with pytest.raises(NotImplementedError, match=r"20 bytes.*align=128"):
+    with pytest.raises(NotImplementedError, match=r"20 bytes.*align=128.*cache_align"):
         decode_attention(packed.q, **packed.arguments, implementation="pallas_gpu")
     with pytest.raises(ValueError, match="packed from 8 values a row, not 16"):
         call(entries=entries._replace(pool=Packed(entries.pool, Packing("int8", 8))))

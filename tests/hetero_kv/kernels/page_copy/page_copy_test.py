@@ -212,7 +212,9 @@ def test_widths_of_any_rank() -> None:
     [
         ({"pages": np.zeros((2, 5))}, "must be"),
         ({"pages": np.zeros((2, 5, 8, 32), np.complex64)}, "4 bytes"),
-        ({"ids": np.zeros(6, np.int64)}, "i32"),
+        ({"ids": np.zeros(6, np.int64)}, r"i32\[k\], got int64\[6\]"),
+        ({"ids": [0] * 6}, r"i32\[k\], got int64\[6\]"),
+        ({"ids": jnp.zeros(6, jnp.int8)}, r"i32\[k\], got int8\[6\]"),
         ({"generation": None}, "both"),
         ({"expected": np.zeros(2, np.int32)}, "expected"),
         ({"staged": np.zeros((2, 6, 8, 31), np.float32)}, "staged is"),
