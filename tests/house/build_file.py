@@ -59,8 +59,7 @@ class Target:
 
 def expected(root: pathlib.Path = import_graph.ROOT) -> list[Target]:
     """The targets that the sources ask for, in order."""
-    own = root == import_graph.ROOT
-    sources = import_graph.repository() if own else import_graph.read(root)
+    sources = import_graph.read(root)
     groups = _groups(root)
     targets = [_target(source, sources, groups) for source in sources.values()]
     for group, paths in groups.items():

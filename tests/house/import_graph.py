@@ -89,12 +89,6 @@ def _read(root: pathlib.Path) -> Mapping[str, Source]:
     return {path: parse(path, (root / path).read_text(), index) for path in paths}
 
 
-@functools.cache
-def repository() -> dict[str, Source]:
-    """`read` of this repository, once in a process."""
-    return read()
-
-
 def cycle(sources: Mapping[str, Source]) -> list[str]:
     """Files that import each other in a circle, or an empty list."""
     done: set[str] = set()

@@ -48,7 +48,7 @@ ROOMS = {
     "configs": ("hetero_kv/", "models/", "experiments/", "configs/"),
 }
 
-SOURCES = import_graph.repository()
+SOURCES = import_graph.read()
 
 
 def room(name: str) -> list[Source]:

@@ -60,7 +60,7 @@ def test_everything_imported_is_required() -> None:
         for texts in EXTRAS.values()
         for text in texts
     }
-    for source in import_graph.repository().values():
+    for source in import_graph.read().values():
         allowed = base if source.path.startswith("hetero_kv/") else base | extras
         used = {utils.canonicalize_name(name) for name in source.external}
         assert used <= allowed, f"{source.path}: {sorted(used - allowed)}"

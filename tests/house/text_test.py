@@ -51,7 +51,7 @@ def test_the_patterns_find_what_they_should() -> None:
 
 
 def test_files_are_short_and_say_what_they_are() -> None:
-    for source in import_graph.repository().values():
+    for source in import_graph.read().values():
         text = (import_graph.ROOT / source.path).read_text()
         assert len(text.splitlines()) <= MAX_LINES, f"{source.path}: over {MAX_LINES} lines"
         assert not text.strip() or ast.get_docstring(source.tree), f"{source.path}: no docstring"
