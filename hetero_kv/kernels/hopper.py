@@ -12,12 +12,13 @@ ROWS = 64  # of one product of a warpgroup
 GROUP = 8  # rows of a unit of swizzled memory
 SHARED = 227 << 10  # bytes of shared memory that a block can have
 
-_TAKES_INDEX = "idx" in inspect.signature(plgpu.load).parameters  # before 0.12
+_INDEX = inspect.signature(plgpu.load).parameters.get("idx")
+_NEEDS_INDEX = _INDEX is not None and _INDEX.default is inspect.Parameter.empty  # before 0.11
 
 
 def load(ref: Any, layout: Any) -> jax.Array:
     """A whole reference in registers; unlike `ref[...]` with any layout, at any cost."""
-    index = ((),) if _TAKES_INDEX else ()
+    index = ((),) if _NEEDS_INDEX else ()
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
