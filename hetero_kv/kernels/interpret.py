@@ -6,6 +6,7 @@ that a kernel computes the right thing; it does not show that a device's compile
 
 from typing import Any
 
+import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 
@@ -23,10 +24,14 @@ def gpu(detect_races: bool = True) -> Any:
     Each warpgroup that waits holds a thread of XLA's pool, which has as many as the machine has
     cores: where these are fewer than a block's warpgroups, set NPROC=16 before JAX is imported.
 
-    Raises NotImplementedError where this JAX has no interpreter of Mosaic GPU (before 0.12).
+    Raises NotImplementedError before JAX 0.12: 0.10 has no interpreter of Mosaic GPU, and that of
+    0.11 wants every warpgroup to have waited at every barrier of its block.
     """
-    if not hasattr(plgpu, "InterpretGPUParams"):
-        raise NotImplementedError("this JAX has no interpreter of Mosaic GPU kernels; 0.12 has one")
+    if jax.__version_info__ < (0, 12):
+        raise NotImplementedError(
+            f"JAX {jax.__version__} has no interpreter of Mosaic GPU that takes these kernels; "
+            "0.12 has one"
+        )
     return plgpu.InterpretGPUParams(
         uninitialized_memory="nan", out_of_bounds_reads="raise", detect_races=detect_races
     )
