@@ -56,9 +56,14 @@ def test_claims_of_ratios() -> None:
         "3:1": made((2.6, 2.9, 2.6, 2.5)),
         LOCAL: made((2.6, 2.91, 2.6, 2.5), needle=0.12),
     }
-    held, missed = exhibit.REPRODUCED, exhibit.NOT
-    assert verdicts({"C1": rows}) == [held, missed, held, held, held, held, held]
-    assert verdicts({"C1": rows}, xz=2.4)[-1] == missed
+    held, missed, mute = exhibit.REPRODUCED, exhibit.NOT, exhibit.UNTESTED
+    assert verdicts({"C1": rows}) == [held, missed, held, held, held, held, held, missed]
+    assert verdicts({"C1": rows}, xz=2.4)[-2:] == [missed, missed]
+    # Ratios say nothing where windows do as well, nor a needle that full attention does not find.
+    rows[LOCAL] = made((2.4, 2.9, 2.3, 2.2), needle=0.12)
+    assert verdicts({"C1": rows})[:4] == [mute, mute, missed, held]
+    rows[GLOBAL] = made((2.5, 2.9, 2.5, 2.3), needle=0.8)
+    assert verdicts({"C1": rows})[4:6] == [exhibit.DIRECTION, mute]
 
 
 def test_claims_of_sinks() -> None:
@@ -70,6 +75,9 @@ def test_claims_of_sinks() -> None:
     }  # fmt: skip
     held, missed = exhibit.REPRODUCED, exhibit.NOT
     assert verdicts({"C2": rows}) == [held, held, missed, missed]
+    # Nothing is moved off a token that has no more than an even share, 0.02 of 256.
+    rows["W = 8, no sink"]["0"]["attention"]["first"] = 0.019
+    assert verdicts({"C2": rows})[0] == exhibit.UNTESTED
 
 
 def test_claims_of_streams_and_sparse_attention() -> None:
@@ -78,10 +86,16 @@ def test_claims_of_streams_and_sparse_attention() -> None:
 
     metrics = {"bits": {"full": bits(2.3), "window": bits(2.4), "first": bits(2.35)}}
     rows = {"C3": {GLOBAL: {"0": metrics}}}
+    assert verdicts(rows) == [exhibit.DIRECTION, exhibit.UNTESTED]
+    metrics["bits"]["window"] = bits(2.41)
     assert verdicts(rows) == [exhibit.DIRECTION, exhibit.REPRODUCED]
     rows = {GLOBAL: made(2.5), "all NSA": made(2.51, 0.96), "all CSA": made(2.6, 0.5)}
-    held = exhibit.REPRODUCED
+    held, mute = exhibit.REPRODUCED, exhibit.UNTESTED
     assert verdicts({"C4": rows}) == [held, held, exhibit.NOT, exhibit.DIRECTION]
+    rows[GLOBAL] = made(2.5, 0.5)
+    assert verdicts({"C4": rows}) == [held, mute, exhibit.NOT, mute]
+    ratios = {GLOBAL: made(2.5), "1:1": made(2.5), LOCAL: made(2.5)}
+    assert verdicts({"C1": ratios, "C4": rows})[-4:] == [mute] * 4
 
 
 def test_claims_of_turns_longer_text_keys_and_windows() -> None:
@@ -89,21 +103,25 @@ def test_claims_of_turns_longer_text_keys_and_windows() -> None:
             "all HCA": made(2.6, cache_bytes=1_000)}  # fmt: skip
     assert verdicts({"C5": rows}) == [exhibit.REPRODUCED]
 
-    def longer(last: float, needle: float) -> dict:
+    def longer(last: float, needle: float, trained: float = 1.0) -> dict:
         bits = {**dict.fromkeys(STRETCHES, 2.3), "256-511": 2.3, "512-1023": last}
-        lengths = {"256": 1.0, "512": 1.0, "1024": needle}
-        return {"0": {"steps": 600, "bits": bits, "needle": lengths}}
+        shares = {"256": trained, "512": 1.0, "1024": needle}
+        grid = {length: {"0": share, "1": share} for length, share in shares.items()}
+        return {"0": {"steps": 600, "bits": bits, "needle": grid}}
 
     rows = {GLOBAL: longer(2.9, 0.1), "1:1": longer(2.8, 0.1), "CSA, HCA": longer(2.5, 0.5),
             "1:1, full without positions": longer(2.4, 0.2)}  # fmt: skip
     assert verdicts({"C6": rows}) == [exhibit.REPRODUCED, exhibit.DIRECTION]
+    rows[GLOBAL] = longer(2.9, 0.1, trained=0.5)
+    assert verdicts({"C6": rows}) == [exhibit.REPRODUCED, exhibit.UNTESTED]
 
     def keys(one: float, four: float) -> dict:
         return {"0": {"needle": {"1": one, "4": four}}}
 
-    rows = {GLOBAL: keys(1.0, 0.9), "1:1": keys(0.8, 0.81), LOCAL: keys(0.1, 0.3),
-            "CSA, HCA": keys(0.5, 0.9)}  # fmt: skip
-    assert verdicts({"C7": rows}) == [exhibit.REPRODUCED, exhibit.REPRODUCED, exhibit.NOT]
+    rows = {GLOBAL: keys(1.0, 0.9), "1:1": keys(0.91, 0.92), LOCAL: keys(0.1, 0.3),
+            "CSA, HCA": keys(0.92, 1.0), "other": keys(0.5, 0.9)}  # fmt: skip
+    held = exhibit.REPRODUCED
+    assert verdicts({"C7": rows}) == [held, held, exhibit.NOT, exhibit.UNTESTED]
     rows = {"W = 32": made(2.5), "W = 0": made(2.52)}
     assert verdicts({"B6": rows}) == [exhibit.DIRECTION]
 
@@ -127,7 +145,7 @@ def test_padding_changes_nothing() -> None:
     config = small()
     model = config.base.model.replace(layer_types=("csa", "full"))
     params = models.build(model).init(jax.random.key(0))
-    batch = tasks.Text(batch_size=1, length=40).batch(0)
+    batch = tasks.Text(batch_size=3, length=40).batch(0)  # two, and one with a row of padding
     nats, hit = lm_probe.Probe(model, 2, 64)(params, batch)
     logits = jax.nn.log_softmax(models.build(model).forward(params, batch["tokens"]))
     wanted = -np.take_along_axis(np.asarray(logits), batch["targets"][..., None], -1)[..., 0]
