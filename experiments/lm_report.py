@@ -36,7 +36,7 @@ def exhibit(results: Mapping) -> Exhibit:
         f"`xz -6` needs {xz['stream']:.2f} bits a byte for all held-out text as one stream (a "
         f"context of the whole split), and {xz['windows']:.2f} where every scored window of "
         f"{task['length']} bytes is compressed by itself (LZMA2 of preset 6 without headers, the "
-        "context that a model here has)."
+        "context that a model here has, but nothing known from training text)."
     )
     tables = [_TABLES.get(name, _both)(name, arms) for name, arms in rows.items()]
     return Exhibit(

@@ -8,7 +8,16 @@ import pytest
 
 import models
 from configs import lm as config_file
-from experiments import exhibit, lm, lm_arms, lm_probe, lm_report, tasks, trained_models
+from experiments import (
+    exhibit,
+    lm,
+    lm_arms,
+    lm_probe,
+    lm_report,
+    tasks,
+    trained_models,
+    training,
+)
 from experiments.lm_arms import GLOBAL, LOCAL
 
 STRETCHES = ("all", "0-31", "32-127", "128-255")
@@ -84,7 +93,7 @@ def test_claims_of_streams_and_sparse_attention() -> None:
     def bits(late: float) -> dict:
         return dict(zip(STRETCHES, (2.5, 2.5, 2.5, late), strict=True))
 
-    metrics = {"bits": {"full": bits(2.3), "window": bits(2.4), "first": bits(2.35)}}
+    metrics = {"bits": {"full": bits(2.3), "window": bits(2.38), "first": bits(2.35)}}
     rows = {"C3": {GLOBAL: {"0": metrics}}}
     assert verdicts(rows) == [exhibit.DIRECTION, exhibit.UNTESTED]
     metrics["bits"]["window"] = bits(2.41)
@@ -151,6 +160,23 @@ def test_padding_changes_nothing() -> None:
     wanted = -np.take_along_axis(np.asarray(logits), batch["targets"][..., None], -1)[..., 0]
     np.testing.assert_allclose(nats, wanted, atol=1e-5)
     np.testing.assert_array_equal(hit, np.argmax(logits, -1) == batch["targets"])
+
+
+def test_longer_text_is_measured_by_stretch_and_needles_by_length_and_depth() -> None:
+    config = small()
+    config.rows, config.longer, config.grid_batches = ("C6",), 2, 3
+    (row,) = lm_arms.rows(config)
+    made = row.arms[GLOBAL]
+    made.model = made.model.replace(layer_types=("local",), mlp_types=("dense",))
+    params = models.build(made.model).init(jax.random.key(0))
+    names = ("steps", "stopped", "eval_accuracy", "steps_to_95", "parameters", "chance")
+    found = row.measure(made, training.TrainResult(params, dict.fromkeys(names), []))
+    assert list(found["bits"]) == ["all", "0-7", "8-31", "32-63", "64-127"]
+    assert {n: set(of) for n, of in found["needle"].items()} == {
+        n: {"0", "1"} for n in ("64", "128")
+    }
+    # Two batches of two questions a point.
+    assert all(4 * share % 1 == 0 for of in found["needle"].values() for share in of.values())
 
 
 @pytest.mark.full
