@@ -175,8 +175,8 @@ def test_longer_text_is_measured_by_stretch_and_needles_by_length_and_depth() ->
     assert {n: set(of) for n, of in found["needle"].items()} == {
         n: {"0", "1"} for n in ("64", "128")
     }
-    # Two batches of two questions a point.
-    assert all(4 * share % 1 == 0 for of in found["needle"].values() for share in of.values())
+    # Two batches of two questions of four digits a point.
+    assert all(16 * share % 1 == 0 for of in found["needle"].values() for share in of.values())
 
 
 @pytest.mark.full
