@@ -5,7 +5,7 @@ where the arm has not learnt it; its line then says so, whatever number was foun
 """
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from experiments import lm_metrics
 from experiments.exhibit import Claim
@@ -37,9 +37,9 @@ def needles(arms: Arms, arm: str, length: str, depth: str = "") -> list[float]:
     return [statistics.fmean(x) for x in zip(*by_depth, strict=True)]
 
 
-def _unfound(arms: Arms, arm: str, length: str, depth: str = "") -> str:
+def _unfound(arms: Arms, arm: str, length: str) -> str:
     """Why nothing can be said that presupposes that an arm finds needles, or nothing."""
-    share = statistics.fmean(needles(arms, arm, length, depth))
+    share = statistics.fmean(needles(arms, arm, length))
     return "" if share >= FINDS else f"{arm} finds only {share:.2f} at {length} bytes"
 
 
@@ -89,7 +89,7 @@ def _ratios(results: Mapping, arms: Arms) -> list[Claim]:
                  needles(arms, GLOBAL, length), GEMMA, neutral=0.1),
         near(f"C1: {LOCAL} does not find the farthest needle, {length} bytes", 0.1,
              needles(arms, LOCAL, length, "0"), 0.1, "beyond the reach of windows",
-             untested=_unfound(arms, GLOBAL, length, "0")),
+             untested=_unfound(arms, GLOBAL, length)),
     ]  # fmt: skip
     best = min(arms.found, key=lambda arm: arms.mean(arm, "bits", "all"))
     for kind, what in (("windows", "of the same windows"), ("stream", "of all text at once")):
@@ -105,6 +105,7 @@ def _sinks(results: Mapping, arms: Arms) -> list[Claim]:
     even = statistics.fmean(1 / seen for seen in range(2, length + 1))
     for width in (small, large):
         off, on = f"W = {width}, no sink", f"W = {width}, sink"
+        share = statistics.fmean(1 / (min(seen, width) + 1) for seen in range(1, length + 1))
         moved = differences(arms, off, on, "attention", "first")
         first = arms.mean(off, "attention", "first")
         idle = "" if first > even else (
@@ -112,6 +113,9 @@ def _sinks(results: Mapping, arms: Arms) -> list[Claim]:
         )  # fmt: skip
         found.append(at_least(f"C2: a sink takes attention off token 0, W = {width}", 0.01, moved,
                               SINKS, neutral=0, untested=idle))  # fmt: skip
+        taken = [x - share for x in arms.values(on, "attention", "sink_local")]
+        found.append(at_least(f"C2: a sink takes more of a window than an even share, W = {width}",
+                              0.01, taken, SINKS, neutral=0, note=f"even {share:.3f}"))  # fmt: skip
         worse = [max(x, 0.0) for x in differences(arms, on, off, "bits", "all")]
         found.append(near(f"C2: bits a byte of sink above no sink, W = {width}", 0, worse, 0.01,
                           SINKS))  # fmt: skip
@@ -127,9 +131,10 @@ def _streams(results: Mapping, arms: Arms) -> list[Claim]:
 
     margin, cost = 0.1, statistics.fmean(over("window"))
     idle = "" if cost > margin else f"a window alone costs {cost:.3f} already"
+    steps = results["config"]["base"]["steps"]
     return [
         at_least(f"C3: a window alone costs bits, positions {late}", 0.3, over("window"), STREAMING,
-                 neutral=0),
+                 neutral=0, note=f"after {steps:,} steps"),
         near("C3: with the first tokens kept it costs little", 0,
              [max(x, 0.0) for x in over("first")], margin, STREAMING, untested=idle),
     ]  # fmt: skip
@@ -148,13 +153,23 @@ def _sparse(results: Mapping, arms: Arms) -> list[Claim]:
 
 
 def _compressed(results: Mapping, arms: Arms) -> list[Claim]:
-    def at(arm: str) -> tuple[float, float]:
-        return arms.mean(arm, "cache_bytes"), arms.mean(arm, "bits", "all")
+    names, length = ("CSA, HCA", "all CSA", "all HCA"), _length(results)
+    sizes = [arms.mean(name, "cache_bytes") for name in names]
 
-    size, bits = at("CSA, HCA")
-    gain = lm_metrics.line_at(size, at("all CSA"), at("all HCA")) - bits
-    return [at_least("C5: bits a byte of CSA and HCA in turns below the line between the pure ones",
-                     0, [gain], V4, note="of means over seeds")]  # fmt: skip
+    def over(by_arm: Iterable[Sequence[float]]) -> list[float]:
+        """By seed, how far the turns lie above the line of the pure arms over cache bytes."""
+        return [
+            turns - lm_metrics.line_at(sizes[0], (sizes[1], csa), (sizes[2], hca))
+            for turns, csa, hca in zip(*by_arm, strict=True)
+        ]
+
+    bits = [-x for x in over(arms.values(name, "bits", "all") for name in names)]
+    found = over(needles(arms, name, length) for name in names)
+    line = "the line between the pure ones"
+    return [
+        at_least(f"C5: bits a byte of CSA and HCA in turns below {line}", 0, bits, V4),
+        at_least(f"C5: needles of CSA and HCA in turns above {line}, {length} bytes", 0, found, V4),
+    ]
 
 
 def _longer(results: Mapping, arms: Arms) -> list[Claim]:
@@ -168,7 +183,8 @@ def _longer(results: Mapping, arms: Arms) -> list[Claim]:
     gain = [a - b for a, b in zip(worse(fixed), worse(free), strict=True)]
     ends = (needles(arms, arm, lengths[-1]) for arm in (free, fixed))
     kept = [a - b for a, b in zip(*ends, strict=True)]
-    unfound = "; ".join(filter(None, (_unfound(arms, x, lengths[0]) for x in (free, fixed))))
+    # What the other arm finds where it was trained may be little: that makes it only harder.
+    unfound = _unfound(arms, fixed, lengths[0])
     return [
         at_least(f"C6: bits a byte at {last}: without positions in full layers degrades less", 0.2,
                  gain, LENGTH, neutral=0),
