@@ -19,7 +19,9 @@ NSA = "NSA (arXiv 2502.11089)"
 V4 = "DeepSeek-V4 report, section 2"
 LENGTH = "arXiv 2510.17196"
 RULER = "RULER (arXiv 2404.06654)"
-FINDS = 0.9  # share of digits from which on a model counts as one that finds needles
+# Share of digits from which on a model counts as one that finds needles: most of them, where
+# guesses find 0.1. How many it finds stands in a claim of its own.
+FINDS = 0.5
 
 
 def claims(results: Mapping, rows: Mapping[str, Arms]) -> list[Claim]:
@@ -35,6 +37,12 @@ def needles(arms: Arms, arm: str, length: str, depth: str = "") -> list[float]:
     depths = [depth] if depth else list(arms.example["needle"][length])
     by_depth = [arms.values(arm, "needle", length, d) for d in depths]
     return [statistics.fmean(x) for x in zip(*by_depth, strict=True)]
+
+
+def blind_pick(count: int) -> float:
+    """Share of digits that are right where any one of so many needles is copied, asked for or
+    not: what a model finds that does not look at names."""
+    return 1 / count + (1 - 1 / count) * 0.1
 
 
 def _unfound(arms: Arms, arm: str, length: str) -> str:
@@ -142,12 +150,13 @@ def _streams(results: Mapping, arms: Arms) -> list[Claim]:
 
 def _sparse(results: Mapping, arms: Arms) -> list[Claim]:
     length, found = _length(results), []
-    full = f"{GLOBAL} {statistics.fmean(needles(arms, GLOBAL, length)):.2f}"
+    full = needles(arms, GLOBAL, length)
     for arm in (x for x in arms.found if x != GLOBAL):
         found.append(near(f"C4: bits a byte of {arm} above {GLOBAL}", 0, _over(arms, arm, GLOBAL),
                           0.02, NSA, untested=_unused(results)))  # fmt: skip
-        found.append(at_least(f"C4: {arm} finds needles, {length} bytes", 0.95,
-                              needles(arms, arm, length), NSA, neutral=0.1, note=full,
+        lead = [a - b for a, b in zip(needles(arms, arm, length), full, strict=True)]
+        found.append(at_least(f"C4: needles of {arm} against {GLOBAL}, {length} bytes", 0, lead,
+                              NSA, margin=0.05, note=f"{GLOBAL} {statistics.fmean(full):.2f}",
                               untested=_unfound(arms, GLOBAL, length)))  # fmt: skip
     return found
 
@@ -195,13 +204,16 @@ def _longer(results: Mapping, arms: Arms) -> list[Claim]:
 
 def _keys(results: Mapping, arms: Arms) -> list[Claim]:
     first, *_, last = (str(x) for x in results["config"]["keys"])
-    found = []
+    blind, found = blind_pick(int(last)), []
     for arm in (x for x in arms.found if x != LOCAL):
+        told = (
+            f"{arms.mean(arm, 'needle', last):.2f} of {last}, a pick without the name {blind:.2f}"
+        )
         lead = differences(arms, arm, arm, "needle", first, other=("needle", last))
         one = arms.mean(arm, "needle", first)
         unfound = "" if one >= FINDS else f"{arm} finds only {one:.2f} of one needle"
         found.append(at_least(f"C7: one needle is found at least as often as one of {last}, {arm}",
-                              -0.02, lead, RULER, untested=unfound))  # fmt: skip
+                              -0.02, lead, RULER, note=told, untested=unfound))  # fmt: skip
     return found
 
 

@@ -116,7 +116,12 @@ def _keys(name: str, arms: Arms) -> Table:
         f"{count} needle(s)": lambda arm, n=count: arms.cell(arm, "needle", n, digits=2)
         for count in first["needle"]
     }
-    return table(TITLES[name], arms, columns, "Digits that are right; needles lie anywhere.")
+    blind = ", ".join(f"{lm_claims.blind_pick(int(n)):.2f} of {n}" for n in first["needle"])
+    note = (
+        "Digits that are right; needles lie anywhere. A model that copies a needle without a look "
+        f"at its name is right in: {blind}."
+    )
+    return table(TITLES[name], arms, columns, note)
 
 
 _TABLES = {"C2": _sinks, "C3": _streams, "C6": _longer, "C7": _keys}

@@ -12,6 +12,7 @@ from experiments import (
     exhibit,
     lm,
     lm_arms,
+    lm_claims,
     lm_probe,
     lm_report,
     tasks,
@@ -71,7 +72,7 @@ def test_claims_of_ratios() -> None:
     # Ratios say nothing where windows do as well, nor a needle that full attention does not find.
     rows[LOCAL] = made((2.4, 2.9, 2.3, 2.2), needle=0.12)
     assert verdicts({"C1": rows})[:4] == [mute, mute, missed, held]
-    rows[GLOBAL] = made((2.5, 2.9, 2.5, 2.3), needle=0.8)
+    rows[GLOBAL] = made((2.5, 2.9, 2.5, 2.3), needle=0.4)
     assert verdicts({"C1": rows})[4:6] == [exhibit.DIRECTION, mute]
 
 
@@ -90,6 +91,14 @@ def test_claims_of_sinks() -> None:
     assert verdicts({"C2": rows})[0] == exhibit.UNTESTED
 
 
+def test_a_needle_of_any_name() -> None:
+    rng = np.random.default_rng(0)
+    digits = rng.integers(0, 10, (100_000, 4))
+    assert lm_claims.blind_pick(4) == pytest.approx((digits[:, 0] == digits[np.arange(
+        len(digits)), rng.integers(0, 4, len(digits))]).mean(), abs=0.01)  # fmt: skip
+    assert lm_claims.blind_pick(1) == 1
+
+
 def test_claims_of_streams_and_sparse_attention() -> None:
     def bits(late: float) -> dict:
         return dict(zip(STRETCHES, (2.5, 2.5, 2.5, late), strict=True))
@@ -101,8 +110,10 @@ def test_claims_of_streams_and_sparse_attention() -> None:
     assert verdicts(rows) == [exhibit.DIRECTION, exhibit.REPRODUCED]
     rows = {GLOBAL: made(2.5), "all NSA": made(2.51, 0.96), "all CSA": made(2.6, 0.5)}
     held, mute = exhibit.REPRODUCED, exhibit.UNTESTED
-    assert verdicts({"C4": rows}) == [held, held, exhibit.NOT, exhibit.DIRECTION]
-    rows[GLOBAL] = made(2.5, 0.5)
+    assert verdicts({"C4": rows}) == [held, held, exhibit.NOT, exhibit.NOT]
+    rows[GLOBAL] = made(2.5, 0.54)
+    assert verdicts({"C4": rows}) == [held, held, exhibit.NOT, held]
+    rows[GLOBAL] = made(2.5, 0.4)
     assert verdicts({"C4": rows}) == [held, mute, exhibit.NOT, mute]
     ratios = {GLOBAL: made(2.5), "1:1": made(2.5), LOCAL: made(2.5)}
     assert verdicts({"C1": ratios, "C4": rows})[-4:] == [mute] * 4
@@ -125,14 +136,14 @@ def test_claims_of_turns_longer_text_keys_and_windows() -> None:
     rows = {GLOBAL: longer(2.9, 0.1), "1:1": longer(2.8, 0.1), "CSA, HCA": longer(2.5, 0.5),
             "1:1, full without positions": longer(2.4, 0.2)}  # fmt: skip
     assert verdicts({"C6": rows}) == [exhibit.REPRODUCED, exhibit.DIRECTION]
-    rows[GLOBAL] = longer(2.9, 0.1, trained=0.5)
+    rows[GLOBAL] = longer(2.9, 0.1, trained=0.4)
     assert verdicts({"C6": rows}) == [exhibit.REPRODUCED, exhibit.UNTESTED]
 
     def keys(one: float, four: float) -> dict:
         return {"0": {"needle": {"1": one, "4": four}}}
 
     rows = {GLOBAL: keys(1.0, 0.9), "1:1": keys(0.91, 0.92), LOCAL: keys(0.1, 0.3),
-            "CSA, HCA": keys(0.92, 1.0), "other": keys(0.5, 0.9)}  # fmt: skip
+            "CSA, HCA": keys(0.92, 1.0), "other": keys(0.4, 0.1)}  # fmt: skip
     held = exhibit.REPRODUCED
     assert verdicts({"C7": rows}) == [held, held, exhibit.NOT, exhibit.UNTESTED]
     rows = {"W = 32": made(2.5), "W = 0": made(2.52)}
