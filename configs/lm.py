@@ -4,7 +4,8 @@ Chosen so that full attention finds needles within a few hundred steps, a minute
 With 256 bytes and few questions from the start it stays at chance for 400 steps and more; 200 steps
 on 96 bytes that are mostly needles and questions teach it to copy, and 100 later it copies from
 anywhere in 256: 0.77 to 0.92 of the digits after 600 steps (3 seeds). By then it knows needles by
-their form, not yet by their names. Heads have 32 channels for the same reason, and angles that turn within a sequence.
+their form, not yet by their names. Heads have 32 channels for the same reason, and angles that turn
+within a sequence.
 """
 
 from experiments import lm_config, tasks, train_config
