@@ -13,6 +13,7 @@ from experiments.bench.report import Table
 # Okabe and Ito's colours, told apart by colour-blind readers as well.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 REPRODUCED, DIRECTION, NOT = "reproduced", "direction only", "not reproduced"
+UNTESTED = "not tested"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,8 @@ class Claim:
     relation: "equal", or "at least": then a larger value is no fault.
     neutral: the value that would mean no effect; a claim whose margin is missed still holds in its
     direction where found and published lie on the same side of it. None: it has no direction.
+    untested: why this run says nothing about the claim, whatever was found: a model that the claim
+    is about has not learnt what it presupposes. Empty: the run does.
     """
 
     name: str
@@ -34,6 +37,7 @@ class Claim:
     relation: str = "equal"
     neutral: float | None = None
     note: str = ""
+    untested: str = ""
 
     def __post_init__(self):
         if self.relation not in ("equal", "at least"):
@@ -49,7 +53,9 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        """REPRODUCED, DIRECTION or NOT."""
+        """REPRODUCED, DIRECTION or NOT; UNTESTED where the run cannot tell."""
+        if self.untested:
+            return UNTESTED
         inside = self.off >= -self.margin if self.relation == "at least" else (
             abs(self.off) <= self.margin
         )  # fmt: skip
@@ -67,7 +73,7 @@ class Claim:
         wanted = f"≥ {self.published:.4g}" if self.relation == "at least" else (
             f"{self.published:.4g}"
         )  # fmt: skip
-        about = f"{self.source}; {self.note}" if self.note else self.source
+        about = "; ".join(x for x in (self.source, self.note, self.untested) if x)
         return [self.name, wanted, f"{self.found:.4g}", off, margin, self.verdict, about]
 
     def values(self) -> dict:

@@ -1,7 +1,7 @@
 """The arms of the language-model rows: `base` with a few fields changed, and what is measured."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -57,21 +57,24 @@ class Asked:
         text = lm_probe.text_of(self.task, self.config.text_batches)
         return self.probe(model).bits(params, text, self.config.edges)
 
-    def grid(self, model: DecoderConfig, params: dict) -> dict[str, dict[str, float]]:
+    def grid(
+        self, probe: lm_probe.Probe, params: dict, lengths: Sequence[int], batches: int
+    ) -> dict[str, dict[str, float]]:
         """Needles by length and depth."""
-        config, probe, found = self.config, self.probe(model), {}
-        points = lm_probe.grid(self.task, config.lengths, config.depths, config.grid_batches)
+        found = {}
+        points = lm_probe.grid(self.task, lengths, self.config.depths, batches)
         for length, depth, task in points:
             found.setdefault(length, {})[depth] = probe.needles(params, task)
         return found
 
     def __call__(self, made: train_config.TrainConfig, result: training.TrainResult) -> dict:
         """Text, needles, and bytes of the cache."""
-        spec = models.build(made.model).cache_spec
+        spec, config = models.build(made.model).cache_spec, self.config
+        probe = self.probe(made.model)
         return {
             **learnt(result),
             "bits": self.bits(made.model, result.params),
-            "needle": self.grid(made.model, result.params),
+            "needle": self.grid(probe, result.params, config.lengths, config.grid_batches),
             "cache_bytes": sum(counting.cache_bytes(spec, self.task.length).values()),
         }
 
@@ -182,15 +185,14 @@ def _longer(config: LmConfig, asked: Asked) -> Row:
 
     def measure(made: train_config.TrainConfig, result: training.TrainResult) -> dict:
         probe = asked.probe(made.model, length)
-        rows = probe.shape[0]
         text = lm_probe.text_of(task, config.text_batches, length)
-        text.batch_size = rows
-        points = lm_probe.grid(task, steps, (0.5,), config.grid_batches)
+        text.batch_size = probe.shape[0]  # as many bytes as in the other rows
         edges = [x for x in (*config.edges, *steps) if x < length]
+        batches = -(-config.grid_batches // config.longer)
         return {
             **learnt(result),
             "bits": probe.bits(result.params, text, edges),
-            "needle": {at: _needles(probe, result.params, point) for at, _, point in points},
+            "needle": asked.grid(probe, result.params, steps, batches),
         }
 
     def check() -> None:
@@ -201,13 +203,6 @@ def _longer(config: LmConfig, asked: Asked) -> Row:
 
     settings = {**asked.settings, "longer": config.longer}
     return Row("C6", arms, measure, settings, check)
-
-
-def _needles(probe: lm_probe.Probe, params: dict, task: tasks.Needle) -> float:
-    """In batches of as many rows as the probe has."""
-    scale = task.batch_size // probe.shape[0]
-    task.batch_size, task.eval_batches = probe.shape[0], task.eval_batches * max(scale, 1)
-    return probe.needles(params, task)
 
 
 def _keys(config: LmConfig, asked: Asked) -> Row:

@@ -15,7 +15,7 @@ def figures(results: Mapping, rows: Mapping[str, Arms]) -> dict[str, matplotlib.
     for name in ("C1", "C2", "C4", "C6"):
         if name in rows:
             made[f"{name.lower()}_bits"] = _positions(rows[name], results["xz"])
-    for name in ("C1", "C4"):
+    for name in ("C1", "C4", "C5", "C6"):
         if name in rows:
             made[f"{name.lower()}_needles"] = _needles(rows[name])
     if "C5" in rows:

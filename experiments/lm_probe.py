@@ -16,7 +16,8 @@ from models.config import DecoderConfig
 class Probe:
     """Losses of a model at every position, for sequences up to `length`; compiled once.
 
-    Shorter sequences are padded on the right, which no earlier position sees.
+    Shorter sequences are padded on the right, which no earlier position sees; larger batches are
+    taken `rows` at a time.
     """
 
     def __init__(self, config: DecoderConfig, rows: int, length: int):
@@ -33,9 +34,13 @@ class Probe:
     def __call__(self, params: dict, batch: tasks.Batch) -> tuple[np.ndarray, np.ndarray]:
         """f32[B, T] losses in nats and bool[B, T] whether the target was the likeliest byte."""
         rows, length = batch["tokens"].shape
-        pad = [(0, self.shape[0] - rows), (0, self.shape[1] - length)]
-        padded = (np.pad(batch[name], pad) for name in ("tokens", "targets"))
-        return tuple(np.asarray(x)[:rows, :length] for x in self._one(params, *padded))
+        pad = [(0, -rows % self.shape[0]), (0, self.shape[1] - length)]
+        tokens, targets = (np.pad(batch[name], pad) for name in ("tokens", "targets"))
+        parts = [
+            self._one(params, tokens[at : at + self.shape[0]], targets[at : at + self.shape[0]])
+            for at in range(0, len(tokens), self.shape[0])
+        ]
+        return tuple(np.concatenate(x)[:rows, :length] for x in zip(*parts, strict=True))
 
     def bits(self, params: dict, text: tasks.Text, edges: Sequence[int]) -> dict[str, float]:
         """Bits a byte of held-out text, in all and by stretch of positions."""
@@ -64,8 +69,16 @@ def grid(
     """(length, depth, task) of every point: one needle, one question."""
     for length in lengths:
         for depth in depths:
-            point = dataclasses.replace(task, length=length, depth=depth, needles=1, questions=1,
-                                        text_weight=0.0, eval_batches=batches)  # fmt: skip
+            point = dataclasses.replace(
+                task,
+                length=length,
+                depth=depth,
+                needles=1,
+                questions=1,
+                text_weight=0.0,
+                short_steps=0,
+                eval_batches=batches,
+            )
             yield str(length), f"{depth:g}", point
 
 

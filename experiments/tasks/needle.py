@@ -1,9 +1,11 @@
 """Needle in text: facts hidden in real source text, asked for at the end of the sequence.
 
-    ...import re\\n\\n# code of K is 3141\\n\\nclass Parser:... | # code of K is 3141\\n ...
+    ...import re\\n\\n# K3141\\n\\nclass Parser:... | # K3141\\n ...
 
 Each needle is one line; each question repeats the line's beginning, and the digits after it are
-asked. Because the question is itself the start of the line, copying is all the model needs.
+asked. Because the question is itself the start of the line, copying is all the model needs. The
+name stands right before its digits, as a key before its value in `Recall`: with words between the
+two, or with several digits, models of a few layers do not begin to copy within hundreds of steps.
 """
 
 import dataclasses
@@ -29,6 +31,10 @@ class Needle:
     digits: int = 4
     depth: float = -1.0  # place of the needles, 0 = start and 1 = end of the text; -1: random
     text_weight: float = 0.0  # weight of ordinary bytes, so that one model can learn both
+    # The first steps of a training see shorter sequences, so that questions are dense, in as many
+    # rows as make up for the bytes: copying is learnt there, and carries over.
+    short_steps: int = 0
+    short_length: int = 96
     eval_batches: int = 8
 
     @property
@@ -42,7 +48,7 @@ class Needle:
     @property
     def line_length(self) -> int:
         """Bytes of a needle and of a question, each with its digits and line break."""
-        return len(b"# code of K is \n") + self.digits
+        return len(b"# K\n") + self.digits
 
     @property
     def text_length(self) -> int:
@@ -59,14 +65,25 @@ class Needle:
         need = (self.needles + self.questions) * self.line_length
         if need > self.length:
             raise ValueError(f"{self.length=} < {need} bytes of needles and questions")
+        if self.short_steps and not need <= self.short_length <= self.length:
+            raise ValueError(
+                f"{self.short_length=} is not in {need}..{self.length}: bytes of needles and "
+                "questions, and length"
+            )
 
     def corpus_digest(self) -> str:
         """Identifies the text this interpreter carries."""
         return corpus.stdlib().digest
 
     def batch(self, step: int, seed: int = 0) -> task.Batch:
+        made = self.short() if step < self.short_steps else self
         rng = task.training_generator(seed, step)
-        return self._batch(corpus.stdlib().text("train"), rng)
+        return made._batch(corpus.stdlib().text("train"), rng)
+
+    def short(self) -> "Needle":
+        """The task of the first `short_steps` steps."""
+        rows = self.batch_size * self.length // self.short_length
+        return dataclasses.replace(self, batch_size=rows, length=self.short_length, short_steps=0)
 
     def evaluate(self) -> Iterator[task.Batch]:
         for index in range(self.eval_batches):
@@ -74,7 +91,7 @@ class Needle:
             yield self._batch(corpus.stdlib().text("val"), rng)
 
     def _line(self, name: int, code: np.ndarray) -> np.ndarray:
-        return np.frombuffer(b"# code of %c is %s\n" % (name, code.tobytes()), np.uint8)
+        return np.frombuffer(b"# %c%s\n" % (name, code.tobytes()), np.uint8)
 
     def _row(self, text: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """u8[length + 1]; the byte past the end is only a target."""

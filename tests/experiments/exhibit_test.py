@@ -4,7 +4,7 @@ import matplotlib.figure
 import pytest
 
 from experiments.bench.report import Table
-from experiments.exhibit import DIRECTION, NOT, REPRODUCED, Claim, Exhibit
+from experiments.exhibit import DIRECTION, NOT, REPRODUCED, UNTESTED, Claim, Exhibit
 
 
 def claim(**fields) -> Claim:
@@ -23,13 +23,14 @@ def claim(**fields) -> Claim:
         ({"found": 9.95, "absolute": True}, REPRODUCED, -0.05),
         ({"found": 9.8, "absolute": True}, NOT, -0.2),
         ({"found": -3, "published": -4, "neutral": 0}, DIRECTION, 0.25),
+        ({"found": 10, "untested": "nothing was learnt"}, UNTESTED, 0),
     ],
 )
 def test_verdicts(fields: dict, verdict: str, off: float) -> None:
     made = claim(**fields)
     assert made.verdict == verdict and made.off == pytest.approx(off)
     assert Claim.read(made.values()) == made
-    assert verdict in made.row()
+    assert verdict in made.row() and made.row()[-1].endswith(made.untested)
 
 
 @pytest.mark.parametrize(
