@@ -24,6 +24,10 @@ from models.quantised.leaf import Meaning, Packed, is_packed
 FORMAT, VERSION = "hetero_kv model", 1
 MARK = "_CHECKPOINT_METADATA"  # orbax writes it when it finishes
 TUPLE = "tuple"
+PARAMS = "params"  # directory of the arrays
+HEAD = 64  # bytes; a file of arrays or of what they are begins with something
+DAMAGED = (ValueError, TypeError, KeyError, OSError)  # what orbax raises for damaged files
+AGAIN = "copy the checkpoint again"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,7 +70,8 @@ def save(directory: pathlib.Path, model: Decoder, params: Params, model_type: st
 def describe(directory: pathlib.Path, **changes: Any) -> Stored:
     """What is in a checkpoint, without its arrays. `changes` are fields of the configuration.
 
-    Raises ValueError where the directory is no complete checkpoint of this format.
+    Raises ValueError where the directory is no complete checkpoint of this format, or where its
+    arrays are not all there in the shapes of the model. Values are not read.
     """
     if not is_checkpoint(directory):
         raise ValueError(f"{directory} is no complete checkpoint: it has no {MARK}")
@@ -91,6 +96,7 @@ def describe(directory: pathlib.Path, **changes: Any) -> Stored:
         lambda path, leaf: packed.get(_name(path), leaf), model.abstract_params()
     )
     model.stack.check(params)
+    _check_arrays(directory / PARAMS, params)
     return Stored(model, params, about["model_type"])
 
 
@@ -100,9 +106,12 @@ def restore(directory: pathlib.Path, **changes: Any) -> tuple[Decoder, Params]:
     Plain weights become the model's `param_dtype`. Raises ValueError as `describe`.
     """
     stored = describe(directory, **changes)
-    with _checkpointer() as checkpointer:
-        arguments = ocp.args.Composite(params=ocp.args.StandardRestore(_unpacked(stored.params)))
-        arrays = checkpointer.restore(directory.absolute(), args=arguments)["params"]
+    arguments = ocp.args.Composite(params=ocp.args.StandardRestore(_unpacked(stored.params)))
+    try:
+        with _checkpointer() as checkpointer:
+            arrays = checkpointer.restore(directory.absolute(), args=arguments)[PARAMS]
+    except DAMAGED as error:
+        raise ValueError(f"{directory / PARAMS} is damaged ({error}); {AGAIN}") from error
 
     def repacked(leaf: Any, held: Any) -> Any:
         if not is_packed(leaf):
@@ -114,6 +123,40 @@ def restore(directory: pathlib.Path, **changes: Any) -> tuple[Decoder, Params]:
         return Packed(leaf.meaning, codes, scales)
 
     return stored.model, jax.tree.map(repacked, stored.params, arrays, is_leaf=is_packed)
+
+
+def _check_arrays(place: pathlib.Path, params: Params) -> None:
+    """Raises ValueError unless a directory has files for all arrays, in their shapes.
+
+    Integers have the dtype of the parameters: orbax would wrap those that do not fit.
+    """
+    if not place.is_dir():
+        raise ValueError(f"{place} does not exist, so there are no arrays; {AGAIN}")
+    for path in sorted(x for x in place.rglob("*") if x.is_file()):
+        with open(path, "rb") as file:
+            if not any(file.read(HEAD)):
+                raise ValueError(f"{path} is empty or begins with zeros; {AGAIN}")
+    try:
+        tree = ocp.StandardCheckpointHandler().metadata(place.absolute()).tree
+    except DAMAGED as error:
+        raise ValueError(f"{place} is damaged ({error}); {AGAIN}") from error
+    flat = jax.tree_util.tree_leaves_with_path
+    have = {_name(path): x for path, x in flat(tree)}
+    want = {_name(path): x for path, x in flat(_unpacked(params))}
+    if have.keys() != want.keys():
+        raise ValueError(
+            f"{place} lacks arrays {sorted(want.keys() - have.keys())} and has "
+            f"{sorted(have.keys() - want.keys())} too; {AGAIN}"
+        )
+    for name, x in want.items():
+        held = have[name]
+        dtypes = jnp.dtype(held.dtype), jnp.dtype(x.dtype)
+        whole = any(jnp.issubdtype(dtype, jnp.integer) for dtype in dtypes)
+        if tuple(held.shape) != x.shape or (whole and dtypes[0] != dtypes[1]):
+            raise ValueError(
+                f"{place}: {name} is {dtypes[0]}{list(held.shape)}, not {dtypes[1]}"
+                f"{list(x.shape)}; {AGAIN}"
+            )
 
 
 def _checkpointer() -> ocp.Checkpointer:

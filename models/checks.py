@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hetero_kv.attention.fields import check_integer, check_like
+from hetero_kv.attention.rope import Yarn
 from hetero_kv.contract import History, LayerSpec, Window
 from hetero_kv.kernels.dispatch import IMPLEMENTATIONS
 from models.config import DecoderConfig
@@ -27,45 +28,62 @@ NOT_NEGATIVE = (
     "hc_streams",
     "block",
     "cache_align",
+    "hc_sinkhorn_iters",
 )
+# Fields that are finite and above 0, and those that may be 0 too; of the model or of one type.
+ABOVE_ZERO = ("norm_eps", "hc_eps", "rope_theta", "compress_rope_theta", "embed_scale",
+              "routed_scale", "attn_scale", "latent_eps")  # fmt: skip
+FROM_ZERO = ("final_softcap", "swiglu_limit", "init_scale", "attn_softcap", "ssm_dt_min")
+FACTORS = ("residual_factor", "output_factor")
+# A type cannot have its own: layers join one residual, over one vocabulary.
+SHARED = ("d_model", "vocab_size")
 
 
 def check_config(config: DecoderConfig) -> None:
     """Raises ValueError for fields that could not mean anything, whatever the schedule."""
-    for field in dataclasses.fields(config):
-        check_like(field.name, getattr(config, field.name), field.default)
-    for name in (*POSITIVE, *NOT_NEGATIVE):
-        check_integer(name, getattr(config, name), int(name in POSITIVE))
+    check_fields("", vars(config))
     for types, table in TABLES.items():
         check_types(config, types, table)
-    if config.index_topk < -1 or not config.index_topk:
-        raise ValueError(
-            f"index_topk={config.index_topk!r}: entries >= 1, or -1 for all visible ones"
-        )
-    for name in ("param_dtype", "dtype", "cache_dtype"):
-        if getattr(config, name) not in DTYPES:
-            raise ValueError(f"{name}={getattr(config, name)!r}: use one of {DTYPES}")
     if jnp.promote_types(config.dtype, config.param_dtype) != jnp.dtype(config.dtype):
         raise ValueError(
             f"dtype={config.dtype!r} with param_dtype={config.param_dtype!r}: products with such "
             f"weights come out wider than the activations; set param_dtype={config.dtype!r} too"
         )
-    check_align("cache_align", config.cache_align)
     check_mapping("cache_layouts", config.cache_layouts)
-    for name in ("norm_eps", "hc_eps", "rope_theta", "compress_rope_theta"):
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{name}={getattr(config, name)!r} must be > 0")
-    if not config.embed_scale > 0 or config.final_softcap < 0:
-        raise ValueError(
-            "embed_scale must be > 0 and final_softcap >= 0, got "
-            f"{config.embed_scale} and {config.final_softcap}"
-        )
-    if config.kernels not in IMPLEMENTATIONS:
-        raise ValueError(f"kernels={config.kernels!r}: use one of {IMPLEMENTATIONS}")
     if config.normed_residual and config.hc_streams:
         raise ValueError("normed_residual has no place beside hc_streams; set one of them to 0")
-    if config.yarn_factor < 0:
-        raise ValueError(f"yarn_factor={config.yarn_factor} must be >= 0 (0: no YaRN)")
+    if config.yarn_factor and not config.yarn_factor >= 1:
+        raise ValueError(f"yarn_factor={config.yarn_factor} must be >= 1, or 0 for no YaRN")
+    Yarn(
+        config.yarn_factor or 1.0,
+        config.yarn_original_max,
+        config.yarn_beta_fast,
+        config.yarn_beta_slow,
+    ).check("yarn_")
+
+
+def check_fields(where: str, values: Mapping[str, Any]) -> None:
+    """Raises ValueError, `where` before the name, for a field that could not mean anything.
+
+    values: all fields of a model, or those of one layer type or MLP type.
+    """
+    likes = {field.name: field.default for field in dataclasses.fields(DecoderConfig)}
+    likes |= dict.fromkeys((*ABOVE_ZERO, *FROM_ZERO, *FACTORS), 1.0)
+    for name, value in values.items():
+        check_like(where + name, value, likes.get(name))
+        if name in POSITIVE or name in NOT_NEGATIVE:
+            check_integer(where + name, value, int(name in POSITIVE))
+        if name in ABOVE_ZERO and not value > 0:
+            raise ValueError(f"{where}{name}={value!r} must be > 0")
+        if name in FROM_ZERO and not value >= 0:
+            raise ValueError(f"{where}{name}={value!r} must be >= 0")
+        if name == "index_topk" and (value < -1 or not value):
+            raise ValueError(f"{where}{name}={value!r}: entries >= 1, or -1 for all visible ones")
+        if name in ("param_dtype", "dtype", "cache_dtype") and value not in DTYPES:
+            raise ValueError(f"{where}{name}={value!r}: use one of {DTYPES}")
+        if name == "kernels" and value not in IMPLEMENTATIONS:
+            raise ValueError(f"{where}{name}={value!r}: use one of {IMPLEMENTATIONS}")
+    check_align(f"{where}cache_align", values.get("cache_align", 0))
 
 
 def check_align(where: str, align: int) -> None:
@@ -126,9 +144,14 @@ def check_types(config: DecoderConfig, types: str, table: str) -> None:
             raise ValueError(f"{where}={own!r}: a dict of its fields is needed")
         for name in {"mechanism", "form"} & set(own):
             check_like(f"{where}: {name}", own[name], "")
-        for name in {*POSITIVE, *NOT_NEGATIVE} & set(own):
-            check_integer(f"{where}: {name}", own[name], int(name in POSITIVE))
-        check_align(f"{where}: cache_align", own.get("cache_align", 0))
+        check_fields(f"{where}: ", own)
+        for name in SHARED:
+            whole = getattr(config, name)
+            if own.get(name, whole) != whole:
+                raise ValueError(
+                    f"{where}: {name}={own[name]}, but {name}={whole} is the whole model's; set it "
+                    "there, for all layers"
+                )
         check_mapping(f"{where}: cache_layouts", own.get("cache_layouts") or {})
     if unused := sorted(str(x) for x in set(declared) - set(schedule)):
         raise ValueError(

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from hetero_kv.attention import registry
 from hetero_kv.attention.call import Call, Mechanism, Train, View
-from hetero_kv.attention.fields import Fields, check_like
+from hetero_kv.attention.fields import Fields
 from hetero_kv.attention.norm import rms_norm
 from hetero_kv.params import Params, ParamSpec, ParamTree
-from models.checks import check_layouts, check_names
+from models.checks import FACTORS, check_layouts, check_names
 from models.config import DecoderConfig
 from models.hyper import Hyper
 from models.mlp import Dense, MoE
@@ -28,9 +28,6 @@ FORMS: dict[str, Callable[[Fields], FeedForward | None]] = {
 }
 
 
-FACTORS = ("residual_factor", "output_factor")
-
-
 @dataclasses.dataclass(frozen=True)
 class Residual:
     """How a part's output y joins its input x: `kept x + taken y`. normed: x is normed."""
@@ -42,10 +39,7 @@ class Residual:
     @classmethod
     def of(cls, config: DecoderConfig, own: Mapping[str, Any]) -> "Residual":
         """From the fields of a layer's or an MLP's type."""
-        factors = [own.get(name, 1.0) for name in FACTORS]
-        for name, factor in zip(FACTORS, factors, strict=True):
-            check_like(name, factor, 1.0)
-        return cls(config.normed_residual, *factors)
+        return cls(config.normed_residual, *(own.get(name, 1.0) for name in FACTORS))
 
     def __call__(self, x: jax.Array, normed: jax.Array, y: jax.Array) -> jax.Array:
         """x, its norm, and y, [R, S, d] each."""

@@ -1,6 +1,7 @@
 """The fields that a mechanism is built from."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -9,19 +10,23 @@ from hetero_kv.attention.rope import Rope, Yarn
 from hetero_kv.packing import KINDS, Packing
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
+_YARN = Yarn(1.0, 1, 1.0, 1.0)._asdict()  # a value of each field's type
 _TYPES = {bool: "True or False", int: "an integer", float: "a number", str: "a string"}
 
 
 def check_like(where: str, value: Any, like: Any) -> None:
     """Raises ValueError unless `value` is of the type that `like` has, a value of the same field.
 
-    An integer is a number; True is neither. Values of other types are not looked at.
+    An integer is a number; True is neither, and numbers are finite. Values of other types are not
+    looked at.
     """
     if type(like) not in _TYPES:
         return
     kinds = (int, float) if type(like) is float else type(like)
     if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(like, bool):
         raise ValueError(f"{where}={value!r}: {_TYPES[type(like)]} is needed")
+    if type(like) is float and not math.isfinite(value):
+        raise ValueError(f"{where}={value!r}: a finite number is needed")
 
 
 def check_integer(where: str, value: Any, least: int) -> None:
@@ -84,14 +89,22 @@ class Fields:
 
         What is not in it: dim is `rope_dim`, base and YaRN are those given here.
         """
+        like = {"dim": 0, "theta": 0.0, "stretch": 1.0, "halves": False}
         own = self._mapping("rope", self.get("rope"), [x.name for x in dataclasses.fields(Rope)])
+        for name in like.keys() & own.keys():
+            check_like(f"{self.where}: rope: {name}", own[name], like[name])
         if own.get("yarn"):
             stretched = self._mapping("rope: yarn", own["yarn"], Yarn._fields)
             missing = [x for x in Yarn._fields if x not in {**stretched, **Yarn._field_defaults}]
             if missing:
                 raise ValueError(f"{self.where}: rope: yarn lacks {', '.join(missing)}; add them")
+            for name, value in stretched.items():
+                check_like(f"{self.where}: rope: yarn: {name}", value, _YARN[name])
             own["yarn"] = Yarn(**stretched)
-        return Rope(**({"dim": self.rope_dim, "theta": theta, "yarn": yarn} | own))
+        try:
+            return Rope(**({"dim": self.rope_dim, "theta": theta, "yarn": yarn} | own))
+        except ValueError as error:
+            raise ValueError(f"{self.where}: {error}") from None
 
     def packing(self, leaf: str, width: int, rope: int = 0, group: int = 0) -> Packing | None:
         """How `cache_layouts` stores the leaf's rows of `width` values, as multiples of

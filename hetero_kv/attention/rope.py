@@ -23,6 +23,20 @@ class Yarn(NamedTuple):
     truncate: bool = True  # the ramp begins and ends at whole channels
     temperature: float = 1.0  # factor of cos and sin
 
+    def check(self, where: str = "yarn ") -> None:
+        """Raises ValueError, with `where` before the field, for values that make no frequencies."""
+        if not 1 <= self.factor < math.inf:
+            raise ValueError(f"{where}factor={self.factor!r} must be >= 1 and finite")
+        if not 1 <= self.original_max < math.inf:
+            raise ValueError(f"{where}original_max={self.original_max!r} must be >= 1 (tokens)")
+        if not 0 < self.beta_slow <= self.beta_fast < math.inf:
+            raise ValueError(
+                f"{where}beta_slow={self.beta_slow!r} and {where}beta_fast={self.beta_fast!r} must "
+                "be finite and > 0, the fast one not below the slow one"
+            )
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"{where}temperature={self.temperature!r} must be > 0 and finite")
+
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
@@ -41,8 +55,13 @@ class Rope:
     def __post_init__(self):
         if self.dim % 2 or self.dim < 0:
             raise ValueError(f"rope dim must be even and >= 0, got {self.dim}")
-        if not self.stretch > 0:
-            raise ValueError(f"rope stretch must be > 0, got {self.stretch}")
+        for name in ("theta", "stretch"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"rope {name} must be > 0, got {getattr(self, name)!r}")
+        if self.yarn is not None:
+            self.yarn.check("rope yarn ")
+            if not self.theta > 1:
+                raise ValueError(f"rope theta must be > 1 with YaRN, got {self.theta!r}")
 
     def frequencies(self) -> np.ndarray:
         """f32[dim / 2]."""

@@ -40,8 +40,10 @@ def _fields(directory: str | pathlib.Path) -> tuple[dict[str, Any], Family]:
         raise ValueError(f"{path} does not exist; give a directory with config.json")
     try:
         fields = json.loads(path.read_text())
+        if not isinstance(fields, dict):
+            raise ValueError(f"an object with model_type and sizes is needed, not {fields!r:.40}")
         return fields, family(fields.get("model_type"))
-    except (ValueError, AttributeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 

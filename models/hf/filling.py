@@ -22,7 +22,10 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def fill(reader: shards.Reader, stored: Stored, form: Form, ours: np.ndarray) -> None:
-    """Writes one weight of the files to `ours`, a view into one of our weights, in its dtype."""
+    """Writes one weight of the files to `ours`, a view into one of our weights, in its dtype.
+
+    Raises ValueError, naming the tensor, for integers that the dtype cannot hold.
+    """
     view = form.view(ours)
     columns = stored.shape[-1] if stored.shape else 1
     if stored.blocks is None:
@@ -34,6 +37,7 @@ def fill(reader: shards.Reader, stored: Stored, form: Form, ours: np.ndarray) ->
                 continue
             part = np.empty(piece.shape, dtype)
             reader.into(stored.name, part, start * dtype.itemsize)
+            check_fits(stored.name, part, piece.dtype)
             np.copyto(piece, form.values_in(part), casting="unsafe")
         return
     scales = scales_of(reader, stored)
@@ -51,6 +55,19 @@ def fill(reader: shards.Reader, stored: Stored, form: Form, ours: np.ndarray) ->
             first += count
         part = np.concatenate(done).reshape(piece.shape)
         np.copyto(piece, form.values_in(part), casting="unsafe")
+
+
+def check_fits(name: str, values: np.ndarray, dtype: np.dtype) -> None:
+    """Raises ValueError for integers outside `dtype`, where both are integers: a cast wraps."""
+    if not (np.issubdtype(values.dtype, np.integer) and np.issubdtype(dtype, np.integer)):
+        return
+    bounds = np.iinfo(dtype)
+    for value in (values.min(initial=0), values.max(initial=0)):
+        if not bounds.min <= int(value) <= bounds.max:
+            raise ValueError(
+                f"{name} has the value {value}, which {np.dtype(dtype).name} cannot hold "
+                f"({bounds.min}..{bounds.max}); the file is damaged"
+            )
 
 
 def scales_of(reader: shards.Reader, stored: Stored) -> np.ndarray:

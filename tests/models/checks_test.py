@@ -1,5 +1,7 @@
 """Bad configs and inputs are refused with the value and the remedy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,6 +66,96 @@ def test_types_of_layers_are_declared_in_full_and_not_in_vain(changes: dict, mes
     config = models.DecoderConfig(layer_types=("swa",), mlp_types=("dense",))
     with pytest.raises(ValueError, match=message):
         models.build(config.replace(**changes))
+
+
+NOT_FINITE = (float("inf"), float("-inf"), float("nan"))
+FLOATS = [x.name for x in dataclasses.fields(models.DecoderConfig) if type(x.default) is float]
+MAY_BE_ZERO = ("yarn_factor", "swiglu_limit", "final_softcap", "init_scale")
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_every_float_field_is_finite_and_in_range(name: str):
+    """Of the whole model, and of one layer type or MLP type."""
+    wrong = (*NOT_FINITE, -1.0, *(() if name in MAY_BE_ZERO else (0.0,)))
+    for value in wrong:
+        with pytest.raises(ValueError, match=name):
+            models.build(models.DecoderConfig(**{name: value}))
+        if name.startswith("yarn"):
+            continue
+        for table in (dict(attention={"swa": {name: value}}), dict(mlps={"dense": {name: value}})):
+            where = next(iter(table))
+            with pytest.raises(ValueError, match=rf"{where}\['\w+'\]: {name}="):
+                models.build(models.DecoderConfig(**table))
+    if name in MAY_BE_ZERO:
+        models.build(models.DecoderConfig(**{name: 0.0}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        ("full", {"attn_scale": 0.0}),
+        ("full", {"attn_scale": float("inf")}),
+        ("full", {"attn_softcap": float("nan")}),
+        ("full", {"attn_softcap": -1.0}),
+        ("mla", {"latent_eps": 0.0}),
+        ("mamba2", {"ssm_dt_min": -0.1}),
+        ("swa", {"output_factor": float("nan")}),
+        ("swa", {"residual_factor": float("inf")}),
+        ("swa", {"rope": {"theta": 0.0}}),
+        ("swa", {"rope": {"theta": float("nan")}}),
+        ("swa", {"rope": {"theta": "1e4"}}),
+        ("swa", {"rope": {"stretch": float("inf")}}),
+        ("csa", {"index_topk": -7}),
+        ("csa", {"compress_rope_theta": 0.0}),
+        ("swa", {"cache_dtype": "int8"}),
+        ("mla", {"kernels": "cuda"}),
+    ],
+)
+def test_fields_of_one_layer_type_are_in_range(kind: str, own: dict):
+    some = {"mla": dict.fromkeys(("kv_lora_rank", "nope_dim", "v_dim"), 8)}
+    some["mamba2"] = dict.fromkeys(("ssm_heads", "ssm_dim", "ssm_states"), 2)
+    attention = {"x": {"mechanism": kind, **some.get(kind, {}), **own}}
+    config = models.DecoderConfig(layer_types=("x",), mlp_types=("dense",), attention=attention)
+    name = next(iter(own["rope"])) if "rope" in own else next(iter(own))
+    with pytest.raises(ValueError, match=rf"attention\['x'\]: .*{name}"):
+        models.build(config)
+
+
+YARN = dict(factor=4.0, original_max=32, beta_fast=2.0, beta_slow=0.25)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(dict(factor=x) for x in (0.5, -1.0, *NOT_FINITE)),
+        dict(original_max=0),
+        dict(original_max=1.5),
+        dict(beta_fast=0.25, beta_slow=2.0),
+        dict(beta_slow=0.0),
+        dict(beta_fast=float("inf")),
+    ],
+)
+def test_yarn_that_makes_no_frequencies_is_refused(changes: dict):
+    """Of the whole model, where 0 as the factor means none, and of one layer type."""
+    (name, *_), yarn = changes, YARN | changes
+    with pytest.raises(ValueError, match=f"yarn_{name}"):
+        models.build(models.DecoderConfig(**{f"yarn_{k}": v for k, v in yarn.items()}))
+    config = models.DecoderConfig(layer_types=("swa",), mlp_types=("dense",))
+    for own, fits in ((YARN, True), (yarn, False)):
+        typed = config.replace(attention={"swa": {"rope": {"yarn": own}}})
+        if fits:
+            models.build(typed)
+            continue
+        with pytest.raises(ValueError, match=rf"attention\['swa'\]: rope.*{name}"):
+            models.build(typed)
+
+
+@pytest.mark.parametrize("name", ["d_model", "vocab_size"])
+@pytest.mark.parametrize("table", ["attention", "mlps"])
+def test_a_size_of_the_whole_model_is_no_field_of_one_type(table: str, name: str):
+    kind = {"attention": "swa", "mlps": "dense"}[table]
+    with pytest.raises(ValueError, match=rf"{table}\['{kind}'\]: {name}=32, .*whole model"):
+        models.build(models.DecoderConfig(**{table: {kind: {name: 32}}}))
 
 
 @pytest.mark.parametrize(

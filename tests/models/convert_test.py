@@ -1,6 +1,7 @@
 """Hugging Face directories to orbax checkpoints and back: the same bits, whole or not at all."""
 
 import pathlib
+import shutil
 import subprocess
 import sys
 import types
@@ -112,6 +113,45 @@ def test_a_damaged_source_is_named_and_leaves_nothing(tmp_path: pathlib.Path) ->
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
         convert.to_checkpoint(source, tmp_path / "orbax")
     assert left_over(tmp_path) == ["made"]
+
+
+def test_a_checkpoint_without_its_arrays_is_named(tmp_path: pathlib.Path) -> None:
+    """A dry run sees every file that is lost or has lost its bytes, as the run does."""
+    whole = tmp_path / "whole"
+    convert.to_checkpoint(families.GOLDENS / "smallest", whole)
+    files = [x.relative_to(whole) for x in (whole / "params").rglob("*") if x.is_file()]
+    large = max(files, key=lambda x: (whole / x).stat().st_size)
+
+    def refused(message: str) -> None:
+        for run in (checkpoints.describe, checkpoints.restore, convert.describe):
+            with pytest.raises(ValueError, match=message):
+                run(tmp_path / "broken")
+        shutil.rmtree(tmp_path / "broken")
+
+    broken = pathlib.Path(shutil.copytree(whole, tmp_path / "broken"))
+    shutil.rmtree(broken / "params")
+    refused(r"broken/params does not exist")
+    for file in (large, pathlib.Path("params/_METADATA")):
+        for content in (b"", bytes((whole / file).stat().st_size)):
+            shutil.copytree(whole, broken)
+            (broken / file).write_bytes(content)
+            refused(rf"broken/{file} is empty or begins with zeros")
+    shutil.copytree(whole, broken)
+    (broken / "params" / "_METADATA").unlink()
+    refused("broken/params is damaged")
+    shutil.copytree(whole, broken)
+    (broken / large).write_bytes((whole / large).read_bytes()[:-100])
+    with pytest.raises(ValueError, match="broken/params is damaged"):  # the run alone sees it
+        checkpoints.restore(broken)
+
+
+def test_integers_of_another_dtype_are_not_cast(tmp_path: pathlib.Path) -> None:
+    model, params = hf.from_pretrained(families.GOLDENS / "smallest")
+    table = jax.tree.map(lambda x: x.astype("uint32") if x.dtype == "int32" else x, params)
+    assert any(x.dtype == "uint32" for x in jax.tree.leaves(table))
+    checkpoints.save(tmp_path / "orbax", model, table)
+    with pytest.raises(ValueError, match=r"table is uint32\[.*, not int32\["):
+        checkpoints.restore(tmp_path / "orbax")
 
 
 def test_models_without_a_family(tmp_path: pathlib.Path) -> None:

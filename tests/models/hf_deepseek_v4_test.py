@@ -166,6 +166,23 @@ def test_table_of_experts_that_do_not_exist_is_refused(directory):
         hf.from_pretrained(directory)
 
 
+@pytest.mark.parametrize("value", [1 << 32, (1 << 32) + 1, 1 << 31, -(1 << 63)])
+def test_an_expert_that_would_wrap_is_refused(directory, value):
+    def set_one(tensors):
+        tensors["model.layers.0.mlp.gate.tid2eid"][-1, -1] = value
+
+    change_tensors(directory, set_one)
+    with pytest.raises(ValueError, match=rf"tid2eid has the value {value}, .*int32"):
+        hf.from_pretrained(directory)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"deepseek_v4"', "{}", "{"])
+def test_a_config_that_is_no_object_is_named(directory, text):
+    (directory / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json: (an object|model_type|Expecting)"):
+        hf.from_pretrained(directory)
+
+
 BAD_FIELDS = (
     ({"layer_types": None}, "no schedule"),
     ({"layer_types": None, "compress_ratios": [0, 4, 8]}, r"compress_ratios \[8\]"),

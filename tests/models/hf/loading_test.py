@@ -58,6 +58,31 @@ def test_pieces_of_every_form(tmp_path, monkeypatch, name: str, dtype: str, chun
         np.testing.assert_allclose(back, tensor, atol=1e-6)
 
 
+@pytest.mark.parametrize("form", ["same", "swap"])
+def test_integers_that_a_narrower_dtype_cannot_hold_are_refused(tmp_path, monkeypatch, form):
+    """In any piece, before they are cast; those at the bounds are read."""
+    monkeypatch.setattr(filling, "CHUNK", 40)
+    bounds = np.iinfo(np.int32)
+    for value, fits in (
+        (bounds.min, True),
+        (bounds.max, True),
+        (bounds.max + 1, False),
+        (bounds.min - 1, False),
+        (1 << 32, False),
+        (-(1 << 63), False),
+    ):
+        tensor = np.zeros((2, 5, 5), np.int64)
+        tensor[-1, 3, 2] = value
+        save_file({"ids": tensor}, tmp_path / "model.safetensors")
+        reader, ours = shards.Reader(tmp_path), np.zeros(tensor.shape, np.int32)
+        if fits:
+            filling.fill(reader, Stored("ids", tensor.shape), Form(form, 1), ours)
+            assert ours.sum() == value
+            continue
+        with pytest.raises(ValueError, match=f"ids has the value {value}, .*int32"):
+            filling.fill(reader, Stored("ids", tensor.shape), Form(form, 1), ours)
+
+
 @pytest.mark.parametrize("name", quantised_dirs.MAKERS)
 def test_quantised_tensors_in_small_pieces(tmp_path, monkeypatch, name: str) -> None:
     packed, plain = quantised_dirs.MAKERS[name](tmp_path)
