@@ -75,7 +75,7 @@ class ConfigTest(parameterized.TestCase):
         ({"compile.model.window": -3}, "compile.model: window"),
         ({"growth.model.window": -3}, "growth.model as swa: window"),
         ({"small.model.window": -3}, "small.model: window"),
-        ({"small.model.layer_types": ("foo", "bar")}, "small.model: .*foo"),
+        ({"small.model.layer_types": ("foo",) * 4}, "small.model: .*foo"),
         ({"batches": ()}, "batches"),
         ({"workdir": ""}, "workdir"),
     )

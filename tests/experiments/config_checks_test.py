@@ -77,7 +77,7 @@ def test_the_work_directory_can_be_made(tmp_path: pathlib.Path) -> None:
     file.write_text("")
     link.symlink_to(tmp_path / "none")
     for place in (file, file / "a" / "b", link):
-        with pytest.raises(ValueError, match="workdir=.* is not a directory"):
+        with pytest.raises(ValueError, match=r"workdir=.* is not a directory"):
             config_checks.check_workdir(Config(workdir=str(place)))
     assert not (tmp_path / "a").exists()
 

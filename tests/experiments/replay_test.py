@@ -7,7 +7,7 @@ import tempfile
 import pytest
 from absl.testing import absltest, parameterized
 
-from experiments import config_tools, replay, replay_lib, replay_report, traces
+from experiments import config_tools, replay, replay_config, replay_lib, replay_report, traces
 from experiments.replay_lib import Cell
 from tests.experiments.traces_test import published
 
