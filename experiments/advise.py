@@ -188,11 +188,10 @@ def run(config: AdviseConfig) -> dict:
         ValueError: the configuration, the trace or the prompts make no sense.
     """
     config.check()
+    model = fitted(config, config.trace.load().block_size)
     values = config_tools.to_dict(config)
     seed = config.trace.generator.seed
     run_record.write(config.workdir, values, seed=seed, runner="advise")
-    block = config.trace.load().block_size
-    model = fitted(config, block)
     replays = Replays(config, model.cache_spec, flops_of(model))
     geometry = Geometry.of(model.cache_spec)
     layout_of = prompt_layout(config)  # a bad line of the file is told before the replays

@@ -35,6 +35,7 @@ class AdviseConfig:
     def check(self) -> None:
         """Raises ValueError where a field makes no sense."""
         config_checks.check_types(self)
+        config_checks.built(self.model, "model")
         self.trace.check()
         if self.prompts and not pathlib.Path(self.prompts).is_file():
             raise ValueError(f"prompts={self.prompts}: no such file")

@@ -2,8 +2,13 @@
 
 import dataclasses
 import math
+import operator
+import os
+import pathlib
 import typing
 from collections.abc import Sequence
+
+import models
 
 _PLAIN = {bool: "True or False", int: "a whole number", float: "a finite number", str: "a string"}
 
@@ -51,32 +56,71 @@ def _is(value: object, kind: type) -> bool:
 
 
 def at_least(config: object, least: float, *names: str) -> None:
-    """Raises ValueError naming a field below `least`; of a tuple, one that has such a value."""
+    """Raises ValueError naming a field below `least`; of a tuple, one that has such a value.
+
+    names: fields, or dotted paths to fields of fields; here and below.
+    """
     for name in names:
         if any(x < least for x in _values(config, name)):
-            raise ValueError(f"{name}={getattr(config, name)} must be at least {least}")
+            raise ValueError(f"{name}={_value(config, name)} must be at least {least}")
 
 
 def above(config: object, bound: float, *names: str) -> None:
     """Raises ValueError naming a field not above `bound`; of a tuple, one that has such a value."""
     for name in names:
         if any(x <= bound for x in _values(config, name)):
-            raise ValueError(f"{name}={getattr(config, name)} must be above {bound}")
+            raise ValueError(f"{name}={_value(config, name)} must be above {bound}")
 
 
 def _values(config: object, name: str) -> Sequence:
-    value = getattr(config, name)
+    value = _value(config, name)
     return value if isinstance(value, Sequence) else (value,)
+
+
+def _value(config: object, path: str) -> object:
+    return operator.attrgetter(path)(config)
 
 
 def not_empty(config: object, *names: str) -> None:
     """Raises ValueError naming a field that has nothing in it."""
     for name in names:
-        if not getattr(config, name):
-            raise ValueError(f"{name}={getattr(config, name)!r}: give at least one")
+        if not _value(config, name):
+            raise ValueError(f"{name}={_value(config, name)!r}: give at least one")
 
 
 def check_workdir(config: object) -> None:
-    """Raises ValueError where there is no place for the results."""
+    """Raises ValueError where there is no place for the results, or none can be made."""
     if not config.workdir:
         raise ValueError("workdir is empty: a run writes its record and results there")
+    place = pathlib.Path(config.workdir)
+    # A link that leads nowhere is in the way too.
+    nearest = next(x for x in (place, *place.parents) if os.path.lexists(x))
+    if not nearest.is_dir():
+        raise ValueError(f"workdir={config.workdir!r}: {nearest} is not a directory; give another")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"workdir={config.workdir!r}: {nearest} may not be written to")
+
+
+def check_directory(config: object, name: str = "directory") -> None:
+    """Raises ValueError where a directory is named that is not there; "" names none."""
+    value = getattr(config, name)
+    if value and not pathlib.Path(value).is_dir():
+        raise ValueError(f"{name}={value!r} is no directory; make it, or leave it empty for that "
+                         "of temporary files")  # fmt: skip
+
+
+def built(config: models.DecoderConfig, where: str) -> models.Decoder:
+    """The model of a field named `where`; a ValueError says of which field it is."""
+    try:
+        return models.build(config)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def check_parts(config: object, *names: str) -> None:
+    """Calls `check` of these fields; a ValueError says of which field it is."""
+    for name in names:
+        try:
+            getattr(config, name).check()
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error

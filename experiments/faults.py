@@ -55,9 +55,9 @@ def row_of(outcome: Outcome, column: str, request: int) -> dict:
 def run(config: FaultsConfig) -> dict:
     """All trials; writes results, report and figure."""
     config.check()
+    made = benches(config)  # first: what it refuses leaves nothing behind
     workdir = pathlib.Path(config.workdir)
     run_record.write(workdir, config_tools.to_dict(config), seed=config.seed, runner="faults")
-    made = benches(config)
     todo = [x for x in made[0].cases(config.extents) if x.kind in config.kinds]
     if config.sample == COVERING:
         todo = kinds.covering(todo)

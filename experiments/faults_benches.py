@@ -56,7 +56,13 @@ def benches(config: FaultsConfig) -> list[Bench]:
         model, task = models.build(random_config(config.chunk)), None
         params = model.init(jax.random.key(config.seed))
     else:
-        recipe, params = checkpoint.load(config.checkpoint)
+        try:
+            recipe, params = checkpoint.load(config.checkpoint)
+        except FileNotFoundError as error:
+            raise ValueError(
+                f"no checkpoint {config.checkpoint!r} ({error}); give another with "
+                "--config.checkpoint, or --config.model=random"
+            ) from error
         model = models.build(recipe.model.replace(chunk=config.chunk, block=config.chunk))
         params, task = jax.device_put(params), _recall(recipe, config)
     other, found = other_weights(params, config.seed, config.weight_noise), []

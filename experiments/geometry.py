@@ -32,6 +32,7 @@ def describe(config: GeometryConfig) -> dict[str, object]:
     "checkpoint_bytes" is what a store keeps at one position under the policy: nothing where it
     takes no checkpoints. "replay" is what then runs again at a hit; -1: everything.
     """
+    config.check()
     model = models.build(config.model)
     spec, policy = model.cache_spec, Policy.named(config.policy)
     cache = jax.eval_shape(lambda: model.init_cache(1, config.context))

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from experiments import config_checks
+from hetero_kv.prefix.policy import Policy
 from models.config import DecoderConfig
 
 
@@ -13,3 +15,10 @@ class GeometryConfig:
     model: DecoderConfig
     policy: str = "full"
     context: int = 1 << 20
+
+    def check(self) -> None:
+        """Raises ValueError where a field makes no sense, or no model can be built."""
+        config_checks.check_types(self)
+        config_checks.at_least(self, 1, "context")
+        Policy.named(self.policy)
+        config_checks.built(self.model, "model")

@@ -6,7 +6,14 @@ from experiments import config_checks, replay_lib, traces
 from experiments.replay_lib import Cell
 
 PAPER_LRU = (5_859, 97_656)  # blocks: 3M and 50M tokens
-PARTS = ("ideal", "eviction", "placement", "budget")
+# The fields that name what a part runs.
+LISTS = {
+    "ideal": ("lru_blocks",),
+    "eviction": ("evictions", "capacities"),
+    "placement": ("placements",),
+    "budget": ("budgets", "budget_placements", "budget_evictions"),
+}
+PARTS = tuple(LISTS)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -57,6 +64,8 @@ class ReplayConfig:
         unknown = set(self.parts) - set(PARTS)
         if unknown or not self.parts:
             raise ValueError(f"parts={self.parts} must be one or more of {PARTS}")
+        for part in self.parts:
+            config_checks.not_empty(self, *LISTS[part])
         for share in (*self.capacities, *self.budgets):
             if share <= 0:
                 raise ValueError(f"capacities and budgets are shares > 0, got {share}")

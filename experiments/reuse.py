@@ -7,6 +7,7 @@ and store size; fields in `reuse_metrics.summarise`), report.md, reuse.png. Fini
 and skipped when the same configuration is run again.
 """
 
+import math
 import pathlib
 import sys
 
@@ -29,6 +30,9 @@ from experiments.reuse_arms import Arm, published_bytes
 from experiments.reuse_config import ReuseConfig, Scenario
 from experiments.train_config import TrainConfig
 from hetero_kv.params import Params
+from hetero_kv.prefix.plan import Geometry
+from hetero_kv.prefix.policy import Policy
+from hetero_kv.prefix.selftest import shortest_resumable
 
 Made = tuple[TrainConfig, models.Decoder]
 
@@ -59,7 +63,32 @@ def made_for(scenario: Scenario, config: ReuseConfig) -> Made:
             f"granularity {granularity}, so the ends of documents could not be resumed"
         )
     reuse_requests.draw(scenario, recipe, config.seed)
+    _check_store(scenario, model, config)
     return recipe, model
+
+
+def _check_store(scenario: Scenario, model: models.Decoder, config: ReuseConfig) -> None:
+    """Raises ValueError where the store of the validated mode could keep nothing to resume."""
+    if "validated" not in config.modes:
+        return
+    spec, policy = model.cache_spec, Policy.named(config.policy)
+    geometry = Geometry.of(spec)
+    shortest = shortest_resumable(geometry, policy)
+    if not shortest:
+        raise ValueError(
+            f"policy={config.policy!r}: under it nothing of {scenario.name!r} can be resumed; give "
+            "one that takes checkpoints, as end"
+        )
+    all_bytes = published_bytes(model, scenario.documents, scenario.document_tokens)
+    least = spec.blocks_in(shortest) * spec.block_bytes()
+    if math.isinf(policy.replay_tokens(geometry)):
+        least += spec.checkpoint_bytes()
+    for share in config.capacities:
+        if int(share * all_bytes) < max(1, least):
+            raise ValueError(
+                f"capacities={config.capacities}: {share:g} of the {all_bytes:,} bytes of "
+                f"{scenario.name!r} cannot hold its shortest resumable prefix, {least:,} bytes"
+            )
 
 
 def trained_params(scenario: Scenario, recipe: TrainConfig, config: ReuseConfig) -> Params:

@@ -91,9 +91,5 @@ class ReuseConfig:
         config_checks.above(self, 0, "capacities")
         config_checks.at_least(self, 0, "seed")
         Policy.named(self.policy)
-        for name, scenario in self.chosen.items():
-            try:
-                scenario.check()
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
+        config_checks.check_parts(self, *self.scenarios)
         config_checks.check_workdir(self)

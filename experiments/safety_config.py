@@ -44,6 +44,7 @@ class SafetyConfig:
         config_checks.check_types(self)
         if not self.parts or set(self.parts) - set(PARTS):
             raise ValueError(f"parts={self.parts} must be of {PARTS}")
+        config_checks.built(self.model, "model")
         config_checks.not_empty(self, "spans")
         counts = ("rows", "length", "steps", "burst", "suffix", "repeats")
         config_checks.at_least(self, 1, *counts)

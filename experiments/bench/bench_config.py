@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from experiments import config_checks
 from hetero_kv.attention import registry
 from models import config as model_config
 
@@ -9,6 +10,7 @@ SIZES = ("small", "medium", "large")
 PARTS = ("model", "growth", "compile")
 LAYOUTS = ("stacked", "unstacked")  # DecoderConfig.scan_layers on or off
 PROGRAMS = ("decode_step", "prefill")
+EXPERTS = ("eager", "batched_mm", "grouped_mm", "deepgemm", "sonicmoe")  # of transformers
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -205,37 +207,44 @@ class BenchConfig:
 
     def check(self) -> None:
         """Raises ValueError where a field makes no sense."""
+        config_checks.check_types(self)
         named = {
             "parts": (self.parts, PARTS),
             "sizes": (self.sizes, SIZES),
             "growth.kinds": (self.growth.kinds, registry.names()),
             "compile.programs": (self.compile.programs, PROGRAMS),
+            **({"hf_experts": (self.hf_experts, EXPERTS)} if self.hf else {}),
             "compile.layouts": (self.compile.layouts, LAYOUTS),
             **{f"{name}.layouts": (self.size(name).layouts, LAYOUTS) for name in SIZES},
         }
         for name, (given, known) in named.items():
             if not given or set(given) - set(known):
                 raise ValueError(f"{name}={given} must be one or more of {known}")
-        numbers = {
-            "steps": self.steps,
-            "repeats": self.repeats,
-            "least_repeats": self.least_repeats,
-            "check_steps": self.check_steps,
-            "warm_steps": self.warm_steps + 1,
-            "growth.layers": self.growth.layers,
-            "growth.batch": self.growth.batch,
-            "compile.processes": self.compile.processes,
-            "batches": min(self.batches, default=0),
-            "contexts": min(self.contexts, default=0),
-            "growth.contexts": min(self.growth.contexts, default=0),
-        }
-        for name, value in numbers.items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        if self.hf and not (self.hf_experts and self.hf_calls):
-            raise ValueError("hf_experts and hf_calls name what to try; hf=False leaves HF out")
-        if not self.workdir:
-            raise ValueError("workdir is empty: results.json and report.md are written there")
+        counts = ("steps", "repeats", "least_repeats", "check_steps", "batches", "contexts")
+        of_parts = ("layers", "batch", "contexts")
+        config_checks.not_empty(self, "batches", "contexts", "growth.contexts")
+        config_checks.at_least(self, 1, *counts, *(f"growth.{x}" for x in of_parts))
+        config_checks.at_least(self, 1, *(f"compile.{x}" for x in ("batch", "capacity")))
+        config_checks.at_least(self, 1, "compile.processes")
+        config_checks.at_least(self, 0, "warm_steps", "seconds", "seed", "hf_calls")
+        config_checks.above(self, 0, "hf_gigabytes")
+        if self.hf and not self.hf_calls:
+            raise ValueError("hf_calls names what to try; hf=False leaves HF out")
+        for name, model in self._models().items():
+            config_checks.built(model, name)
+        config_checks.check_workdir(self)
+
+    def _models(self) -> dict[str, model_config.DecoderConfig]:
+        """The models of the chosen parts, by field."""
+        found = {}
+        if "model" in self.parts:
+            found |= {f"{name}.model": self.size(name).model for name in self.sizes}
+        if "growth" in self.parts:
+            kinds = self.growth.kinds
+            found |= {f"growth.model as {x}": self.growth.of_kind(x) for x in kinds}
+        if "compile" in self.parts:
+            found["compile.model"] = self.compile.model
+        return found
 
     def size(self, name: str) -> SizeConfig:
         """The size of that name."""

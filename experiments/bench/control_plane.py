@@ -8,9 +8,11 @@ import time
 
 import numpy as np
 
+from experiments import config_checks
 from hetero_kv.prefix.identity import Identity
 from hetero_kv.prefix.keys import block_keys
 from hetero_kv.prefix.plan import Geometry
+from hetero_kv.prefix.policy import Policy
 from hetero_kv.prefix.sized import SizedStore
 
 PARTS = ("key", "lookup", "publish", "release")
@@ -40,18 +42,24 @@ class ControlPlaneConfig:
 
     def check(self) -> None:
         """Raises ValueError where a field makes no sense."""
-        numbers = (self.prompts, self.prefixes, self.repeats, self.shared, *self.blocks)
-        if min(numbers) < 1 or self.length <= self.shared or min(self.rooms, default=0) <= 0:
+        config_checks.check_types(self)
+        config_checks.not_empty(self, "blocks", "rooms")
+        config_checks.at_least(self, 1, "prompts", "prefixes", "repeats", "shared", "blocks")
+        config_checks.above(self, 0, "rooms")
+        config_checks.at_least(self, 0, "seed")
+        if self.length <= self.shared:
+            raise ValueError(f"shared={self.shared} must be below length={self.length}")
+        if max(self.blocks) > self.length:
             raise ValueError(
-                "the control plane needs prompts, prefixes, repeats, blocks and rooms above 0 and "
-                f"0 < shared < length, got {self}"
+                f"blocks={self.blocks}: no prompt of length={self.length} has a whole block of "
+                f"{max(self.blocks)} tokens"
             )
+        Policy.named(self.policy)
 
 
 def run(config: ControlPlaneConfig) -> list[dict]:
     """One row per block size and room. Times are CPU time of the process, so that other load on
     the machine counts as little as can be; `wall_per_s` is what passed meanwhile."""
-    config.check()
     prompts = _prompts(config)
     rows = []
     for block, room in itertools.product(config.blocks, config.rooms):

@@ -15,8 +15,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from experiments import config_checks
 from experiments.bench import timing
-from hetero_kv.prefix.disk.tier import DiskTier
+from hetero_kv.prefix.disk.tier import SMALLEST, DiskTier
 from hetero_kv.prefix.payload import ArrayPayload, GroupLayout, label
 
 MIB = 1 << 20
@@ -33,6 +34,15 @@ class DiskConfig:
     capacity_bytes: int = 8 << 30  # budget of the tier; decides how large its segments are
     repeats: int = 7
     seconds: float = 60.0  # per object size, after which no further turn is begun
+
+    def check(self) -> None:
+        """Raises ValueError where a field makes no sense."""
+        config_checks.check_types(self)
+        config_checks.check_directory(self)
+        config_checks.not_empty(self, "object_bytes")
+        config_checks.at_least(self, 1, "object_bytes", "total_bytes", "group_bytes", "repeats")
+        config_checks.at_least(self, SMALLEST, "capacity_bytes")
+        config_checks.at_least(self, 0, "seconds")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

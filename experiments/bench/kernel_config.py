@@ -2,7 +2,9 @@
 
 import dataclasses
 
+from experiments import config_checks
 from hetero_kv.kernels import dispatch
+from models.checks import DTYPES
 
 OPS = ("decode_attention", "indexer", "chunk_attention", "compressor", "page_copy")
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "tpu": "tpu"}  # of JAX's backends
@@ -28,6 +30,11 @@ class Geometry:
 
     def check(self) -> None:
         """Raises ValueError where sizes do not fit together."""
+        config_checks.check_types(self)
+        sizes = (x.name for x in dataclasses.fields(self) if x.name != "dtype")
+        config_checks.at_least(self, 1, *sizes)
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype={self.dtype!r} must be one of {DTYPES}")
         for ratio in (self.csa_ratio, self.hca_ratio):
             if ratio < 2 or self.span % ratio:
                 raise ValueError(f"span={self.span} must be a multiple of the ratios, not {ratio}")
@@ -72,6 +79,7 @@ class KernelBenchConfig:
 
     def check(self) -> None:
         """Raises ValueError where a field makes no sense."""
+        config_checks.check_types(self)
         if not self.ops or set(self.ops) - set(OPS):
             raise ValueError(f"ops={self.ops} must be one or more of {OPS}")
         if self.geometry not in ("auto", "flash", "tiny"):
@@ -80,13 +88,14 @@ class KernelBenchConfig:
             raise ValueError(
                 f"implementation={self.implementation!r}: use one of {dispatch.IMPLEMENTATIONS}"
             )
-        for name in ("batch", "inner", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for geometry in (self.flash, self.tiny):
-            geometry.check()
-        if not self.tokens or min(self.tokens) < 1:
-            raise ValueError(f"tokens={self.tokens} must be one or more contexts")
+        config_checks.not_empty(self, "tokens")
+        config_checks.at_least(self, 1, "tokens", "batch", "inner", "repeats")
+        # A CPU takes a part of these, and one number or row of it must be left.
+        config_checks.at_least(self, 64, "copy_bytes")
+        config_checks.at_least(self, 8, "matmul")
+        config_checks.at_least(self, 0, "case_seconds", "seconds", "seed")
+        config_checks.check_parts(self, "flash", "tiny")
+        config_checks.check_workdir(self)
 
     def of(self, platform: str) -> tuple[Geometry, tuple[int, ...]]:
         """The geometry and the contexts on this platform."""

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 import models
+from experiments import config_checks
 from experiments.bench import bench_config, timing
 from experiments.bench.disk_bench import let_go
 from hetero_kv.prefix.identity import Identity
@@ -47,6 +48,27 @@ class RestoreConfig:
     seconds: float = 60.0
     seed: int = 0
 
+    def check(self) -> None:
+        """Raises ValueError where a field makes no sense, or no model can be built."""
+        config_checks.check_types(self)
+        config_checks.check_directory(self)
+        known = tuple(GOALS)
+        if not self.sizes or set(self.sizes) - set(known):
+            raise ValueError(f"sizes={self.sizes} must be one or more of {known}")
+        config_checks.at_least(self, 1, "length", "prefixes", "block", "repeats")
+        config_checks.at_least(self, 0, "seconds", "seed")
+        for name in self.sizes:
+            spec = config_checks.built(self.of_size(name), name).cache_spec
+            if self.length % spec.granularity or self.length < spec.minimum_resumable:
+                raise ValueError(
+                    f"length={self.length}: {name} resumes multiples of {spec.granularity} tokens "
+                    f"from {spec.minimum_resumable} on"
+                )
+
+    def of_size(self, name: str) -> DecoderConfig:
+        """The model of that name, with the block that is measured."""
+        return getattr(self, name).replace(block=self.block)
+
 
 GOALS = {"small": 50, "large": 120}  # prefill time over restore time
 
@@ -57,7 +79,7 @@ def run(config: RestoreConfig) -> list[dict]:
 
 
 def _measure(name: str, config: RestoreConfig) -> dict:
-    model_config = getattr(config, name).replace(block=config.block)
+    model_config = config.of_size(name)
     model = models.build(model_config)
     params = model.prepare(jax.jit(model.init)(jax.random.key(config.seed)))
     rng = np.random.default_rng(config.seed)

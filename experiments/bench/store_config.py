@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from experiments import config_checks
 from experiments.bench import bench_config
 from experiments.bench.control_plane import ControlPlaneConfig
 from experiments.bench.disk_bench import DiskConfig
@@ -23,12 +24,14 @@ class StoreBenchConfig:
 
     def check(self) -> None:
         """Raises ValueError where a field makes no sense."""
+        config_checks.check_types(self)
         names = [x.name for x in dataclasses.fields(self)]
         known = [x for x in names if dataclasses.is_dataclass(getattr(self, x))]
         if not self.parts or set(self.parts) - set(known):
             raise ValueError(f"parts={self.parts} must be one or more of {known}")
-        if not self.workdir:
-            raise ValueError("workdir is empty: results.json and report.md are written there")
+        config_checks.check_parts(self, *self.parts)
+        config_checks.check_parts(self.effective(), *self.parts)
+        config_checks.check_workdir(self)
 
     def effective(self) -> "StoreBenchConfig":
         """This configuration, or its quick form."""

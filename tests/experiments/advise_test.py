@@ -83,7 +83,8 @@ def test_operations_between_two_lengths() -> None:
 @pytest.mark.parametrize(
     "field, value",
     [("flops_per_s", 0.0), ("placements", ()), ("placements", ("full", "often")),
-     ("order", "lru+time"), ("prompts", "none.jsonl"), ("workdir", "")],
+     ("order", "lru+time"), ("prompts", "none.jsonl"), ("workdir", ""),
+     ("model", models.DecoderConfig(window=-1))],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(
     field: str, value: object, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch

@@ -57,7 +57,15 @@ class BenchKernelsTest(absltest.TestCase):
             ({"implementation": "fast"}, "implementation"),
             ({"geometry": "huge"}, "geometry"),
             ({"batch": 0}, "batch"),
-            ({"tiny.span": 100}, "span"),
+            ({"tiny.span": 100}, "tiny: span"),
+            ({"tiny.dtype": "float8"}, "tiny: dtype"),
+            ({"tiny.heads": 0}, "tiny: heads"),
+            ({"flash.width": 0.5}, r"flash.width=0\.5: a whole number"),
+            ({"copy_bytes": 0}, "copy_bytes"),
+            ({"matmul": 4}, "matmul"),
+            ({"seed": -1}, "seed"),
+            ({"tokens": ()}, "tokens"),
+            ({"workdir": ""}, "workdir"),
         ):
             with self.assertRaisesRegex(ValueError, message):
                 self.config(**changes).check()

@@ -55,6 +55,17 @@ class BenchStoreTest(parameterized.TestCase):
         {"control_plane.shared": 5_000},
         {"control_plane.rooms": ()},
         {"control_plane.blocks": (0,)},
+        {"control_plane.blocks": (64, 8_192)},  # of prompts of 4,096 tokens
+        {"control_plane.blocks": ()},
+        {"control_plane.seed": -1},
+        {"control_plane.policy": "bogus"},
+        {"control_plane.shared": 0},
+        {"parts": ("disk_bench",), "disk_bench.object_bytes": (0,)},
+        {"parts": ("disk_bench",), "disk_bench.directory": "/nope"},
+        {"parts": ("disk_bench",), "disk_bench.capacity_bytes": 1},
+        {"parts": ("restore_bench",), "restore_bench.sizes": ("huge",)},
+        {"parts": ("restore_bench",), "restore_bench.length": 300},
+        {"restore_bench.seed": 0.5},
     )
     def test_what_makes_no_sense_is_refused(self, **changes):
         with self.assertRaises(ValueError):

@@ -1,6 +1,8 @@
 """Fields of configurations: types, least values, and what is empty."""
 
 import dataclasses
+import os
+import pathlib
 
 import pytest
 
@@ -65,3 +67,34 @@ def test_bounds() -> None:
         config_checks.not_empty(config, "counts", "names")
     with pytest.raises(ValueError, match="workdir is empty"):
         config_checks.check_workdir(config)
+
+
+def test_the_work_directory_can_be_made(tmp_path: pathlib.Path) -> None:
+    for place in (tmp_path, tmp_path / "a" / "b"):
+        config_checks.check_workdir(Config(workdir=str(place)))
+    config_checks.check_workdir(Config(workdir="runs/../none/x"))
+    file, link = tmp_path / "file", tmp_path / "link"
+    file.write_text("")
+    link.symlink_to(tmp_path / "none")
+    for place in (file, file / "a" / "b", link):
+        with pytest.raises(ValueError, match=r"workdir=.* is not a directory"):
+            config_checks.check_workdir(Config(workdir=str(place)))
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_work_directory_that_may_not_be_written(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ValueError, match="may not be written"):
+        config_checks.check_workdir(Config(workdir=str(tmp_path / "a")))
+
+
+def test_fields_of_fields() -> None:
+    config = Config(inner=Inner(m=0))
+    with pytest.raises(ValueError, match=r"inner\.m=0 must be at least 1"):
+        config_checks.at_least(config, 1, "inner.m")
+    with pytest.raises(ValueError, match=r"inner\.m=0: give at least one"):
+        config_checks.not_empty(config, "inner.m")
+    with pytest.raises(ValueError, match="name='none' is no directory"):
+        config_checks.check_directory(Config(name="none"), "name")

@@ -92,6 +92,8 @@ def test_in_pages_all_checks_are_on_or_off(tmp_path: pathlib.Path) -> None:
         {"requests": 0},
         {"document_tokens": 8},
         {"document_tokens": 20},
+        {"model": "recall", "checkpoint": "/nope"},
+        {"model": "recall", "chunk": 7, "document_tokens": 14},
         {"workdir": ""},
         {"model": "recall", "checkpoint": "experiments/checkpoints/text_hybrid"},
     ],

@@ -72,3 +72,12 @@ def test_another_context_and_name() -> None:
     assert describe(config)["cache_bytes"] < GIB
     with pytest.raises(ValueError, match="v4_pro"):
         geometry_config.get_config("v5")
+
+
+@pytest.mark.parametrize(
+    "field, value", [("context", -5), ("context", 0), ("context", 1.5), ("policy", "often")]
+)
+def test_what_makes_no_sense_is_named(field: str, value: object) -> None:
+    config = dataclasses.replace(geometry_config.get_config("v3_2"), **{field: value})
+    with pytest.raises(ValueError, match=field if field == "context" else "often"):
+        describe(config)

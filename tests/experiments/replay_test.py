@@ -7,7 +7,7 @@ import tempfile
 import pytest
 from absl.testing import absltest, parameterized
 
-from experiments import config_tools, replay, replay_lib, replay_report, traces
+from experiments import config_tools, replay, replay_config, replay_lib, replay_report, traces
 from experiments.replay_lib import Cell
 from tests.experiments.traces_test import published
 
@@ -148,6 +148,7 @@ class ReplayTest(parameterized.TestCase):
         {"generator": traces.GeneratorConfig(first_median=0.0)},
         {"generator": traces.GeneratorConfig(hot_prompts=())},
         {"workdir": ""},
+        *({x: ()} for part in replay_config.LISTS.values() for x in part),
     )
     def test_what_makes_no_sense_is_refused(self, **changes):
         with self.assertRaises(ValueError):

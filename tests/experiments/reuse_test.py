@@ -79,6 +79,8 @@ def test_wrong_settings_are_named(small, tmp_path):
         ({"scenarios": ("recal",)}, "unknown scenario 'recal'"),
         ({"capacities": (0.9, 0.0)}, "capacities="),
         ({"policy": "often"}, "unknown checkpoint policy"),
+        ({"policy": "never"}, "policy='never'"),
+        ({"capacities": (0.9, 0.00001)}, "capacities=.* cannot hold"),
         # Of the last scenario: told before the first one runs.
         ({"control.requests": 0}, "control: requests=0"),
         ({"control.kind": "recal"}, "control: kind='recal'"),

@@ -46,6 +46,7 @@ def test_parts_are_measured_and_written(tmp_path: pathlib.Path, parts: list[str]
         (dict(steps=3), "whole bursts"),
         (dict(prefix=60), "do not fit"),
         (dict(workdir=""), "workdir is empty"),
+        (dict(model=models.DecoderConfig(window=-1)), "model: window=-1"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(tmp_path, fields: dict, message: str) -> None:
