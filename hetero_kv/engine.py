@@ -1,6 +1,7 @@
 """Engine: many requests at once over the slots of one cache, with reuse of prefixes (DESIGN §6)."""
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 import jax
@@ -20,9 +21,9 @@ from hetero_kv.requests import (
     ADMITTED,
     CANCELLED,
     DECODE,
-    FINAL,
     PREFILL,
     REFUSED,
+    REUSE_OFF,
     Event,
     Handle,
     Request,
@@ -121,6 +122,7 @@ class Engine(Decoding):
         self._entries: dict[Handle, Entry] = {}
         self._results: dict[Handle, Result] = {}
         self._events: list[Event] = []
+        self._claimed: dict[Handle, deque[Handle]] = {}
         self._submitted = 0
         self._saved_bytes = 0
         self._first_token = engine_metrics.first_token_histogram(self.counters)
@@ -178,8 +180,12 @@ class Engine(Decoding):
     @property
     def busy(self) -> bool:
         """Whether `step` has something to do, now or later."""
-        audits = any(x.ready for x in self.reuser.audits.values())
-        return bool(self._entries or self._events or audits)
+        return bool(self._events) or self._at_work
+
+    @property
+    def _at_work(self) -> bool:
+        """Whether there is more to do than to tell what has happened."""
+        return bool(self._entries) or any(x.ready for x in self.reuser.audits.values())
 
     def step(self) -> list[Event]:
         """Admits, runs some prompt chunks and one decode call. What happened, in order."""
@@ -199,21 +205,52 @@ class Engine(Decoding):
         return self._results.pop(handle, None)
 
     def generate(self, todo: Iterable[Request]) -> Iterator[Result]:
-        """Serves all requests, yielding each result as the request ends."""
-        todo, mine, more = iter(todo), set(), True
-        while more or mine or self.busy:
-            while more and not self.scheduler.full:
-                request = next(todo, None)
-                more = request is not None
-                if more:
-                    mine.add(self.submit(request))
-            events = self.step()
-            for event in events:
-                if event.kind in FINAL and event.handle in mine:
-                    mine.remove(event.handle)
-                    yield self._results.pop(event.handle)
-            if not events and not self.scheduler.active():
-                self._idle()
+        """Serves all requests, yielding each result as the request ends.
+
+        It goes on until the engine has nothing left to do, for others either. Several may take
+        turns, and with `submit`, `step` and `cancel`: each gets the results of its own requests,
+        whoever takes the steps. Events of requests that no `generate` has submitted are left to
+        the next `step`. Of a generator that is closed early the requests go on.
+        """
+        todo, more = iter(todo), True
+        mine: set[Handle] = set()
+        ended: deque[Handle] = deque()
+        try:
+            while more or mine or self._at_work:
+                while more and not self.scheduler.full:
+                    request = next(todo, None)
+                    more = request is not None
+                    if more:
+                        mine.add(self._claim(request, ended))
+                self._step_for_generators()
+                for _ in range(len(ended)):
+                    handle = ended.popleft()
+                    mine.remove(handle)
+                    del self._claimed[handle]
+                    result = self._results.pop(handle, None)
+                    if result is not None:  # or somebody has asked for it by its handle
+                        yield result
+        finally:
+            for handle in mine:
+                del self._claimed[handle]
+
+    def _claim(self, request: Request, ended: deque[Handle]) -> Handle:
+        """Submits a request whose end is to be told to that queue."""
+        handle = self.submit(request)
+        self._claimed[handle] = ended
+        if handle not in self._entries:  # refused at once
+            ended.append(handle)
+        return handle
+
+    def _step_for_generators(self) -> None:
+        """A step of which only others than generators are yet to be told."""
+        before = len(self._events)
+        events = self.step()
+        self._events = [
+            x for x in events if x.kind == REUSE_OFF or x.handle not in self._claimed
+        ] + self._events
+        if len(events) == before and not self.scheduler.active():
+            self._idle()
 
     def metrics(self) -> Snapshot:
         """Counters and gauges by name; `engine_metrics.to_text` says what each means."""

@@ -304,3 +304,92 @@ def test_a_store_of_other_weights_is_refused() -> None:
     other = jax.tree.map(lambda x: x + 1 if x.dtype == np.float32 else x, params)
     with pytest.raises(ValueError, match="other weights"):
         Engine(made, other, store=world.store(), slots=1, capacity=64)
+
+
+def _bounded(made: Engine, most: int = 500) -> None:
+    """From now on steps beyond `most` raise: what would never end fails."""
+    step, left = made.step, iter(range(most))
+
+    def counted() -> list:
+        assert next(left, None) is not None, "the engine never ends"
+        return step()
+
+    made.step = counted
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_generators_that_take_turns_get_their_own_results(later: bool) -> None:
+    made = world.engine()
+    _bounded(made)
+    one = made.generate(world.request(x) for x in (0, 1, 2))
+    two = made.generate(world.request(x) for x in (3, 4, 5))
+    first, second = [next(one)], [next(two)]
+    if later:
+        first, second = second, first
+        one, two = two, one
+    first += list(one)
+    second += list(two)
+    if later:
+        first, second = second, first
+    for results, numbers in ((first, (0, 1, 2)), (second, (3, 4, 5))):
+        ordered = sorted(results, key=lambda x: x.handle.number)
+        for result, number in zip(ordered, numbers, strict=True):
+            world.same_answer(result, number)
+    assert not made.busy and not made._claimed and not made._results
+    world.settled(made)
+
+
+def test_others_may_step_and_cancel_within_a_generator() -> None:
+    made = world.engine()
+    _bounded(made)
+    results = made.generate([world.request(x) for x in range(5)] + [Request(TOKENS, 0)])
+    found, seen = [next(results)], []
+    while made.busy:  # all that is left happens in steps of somebody else
+        seen += made.step()
+        if made.scheduler.waiting:
+            made.cancel(made.scheduler.waiting[0].handle)
+    assert any(x.kind == TOKEN for x in seen)
+    found += list(results)
+    assert sorted(x.handle.number for x in found) == list(range(6)) and not made.busy
+    assert {x.status for x in found} == {FINISHED, CANCELLED, REFUSED}
+    world.settled(made)
+
+
+def test_events_of_others_outlast_a_generator() -> None:
+    made = world.engine()
+    _bounded(made)
+    handle = made.submit(world.request(1))
+    assert len(list(made.generate([world.request(3)]))) == 1
+    events = made.step()
+    assert {x.handle for x in events} == {handle} and events[-1].kind == FINISHED
+    assert [x.token for x in events if x.kind == TOKEN] == world.alone(1).tokens.tolist()
+    assert made.step() == [] and not made.busy
+    world.same_answer(made.result(handle), 1)
+
+
+def test_a_result_that_was_asked_for_is_not_yielded_again() -> None:
+    made = world.engine()
+    _bounded(made)
+    results = made.generate(world.request(x) for x in range(4))
+    next(results)
+    ended = [
+        x.handle for _ in iter(lambda: made.busy, False) for x in made.step() if x.kind == FINISHED
+    ]
+    taken = made.result(ended[-1])
+    assert taken.handle not in {x.handle for x in results}
+
+
+def test_what_a_generator_was_refused_is_told_by_it_alone() -> None:
+    made = world.engine()
+    (result,) = made.generate([Request(TOKENS, 0)])
+    assert result.status == REFUSED and not made.busy and made.step() == []
+
+
+def test_requests_of_a_closed_generator_go_on() -> None:
+    made = world.engine()
+    results = made.generate(world.request(x) for x in range(4))
+    next(results)
+    results.close()
+    world.drain(made)
+    assert not made._claimed
+    world.settled(made)
