@@ -1,6 +1,7 @@
 """Engine: many requests at once over the slots of one cache, with reuse of prefixes (DESIGN §6)."""
 
 import math
+import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator
 
@@ -124,6 +125,7 @@ class Engine(Decoding):
         self._events: list[Event] = []
         self._claimed: dict[Handle, deque[Handle]] = {}
         self._submitted = 0
+        self._name = uuid.uuid4().hex  # told apart from engines of other processes too
         self._saved_bytes = 0
         self._first_token = engine_metrics.first_token_histogram(self.counters)
 
@@ -131,7 +133,7 @@ class Engine(Decoding):
 
     def submit(self, request: Request) -> Handle:
         """Takes a request in. One that cannot be served is refused: its result says why."""
-        handle = Handle(self._submitted)
+        handle = Handle(self._submitted, self._name)
         self._submitted += 1
         self.counters.add("requests_total")
         arrival = now = self.now()
@@ -158,8 +160,11 @@ class Engine(Decoding):
         return handle
 
     def cancel(self, handle: Handle) -> bool:
-        """Ends a request, wherever it is; False: it has ended already."""
-        entry = self._entries.get(handle)
+        """Ends a request, wherever it is; False: it has ended already.
+
+        Here, in `preempt` and in `result` a handle of another engine raises ValueError.
+        """
+        entry = self._entries.get(self._own(handle))
         if entry is None:
             return False
         self._end(entry, CANCELLED, "cancelled")
@@ -171,7 +176,7 @@ class Engine(Decoding):
         save: copy its state to the host, and go on there later. Otherwise its prompt runs again
         (from the store, if that has it), and its tokens are decoded again, never prefilled.
         """
-        entry = self._entries.get(handle)
+        entry = self._entries.get(self._own(handle))
         if entry is None or entry.slot is None:
             return False
         self._preempt(entry, save)
@@ -202,7 +207,14 @@ class Engine(Decoding):
 
     def result(self, handle: Handle) -> Result | None:
         """The result of a request that has ended; it is given out once."""
-        return self._results.pop(handle, None)
+        return self._results.pop(self._own(handle), None)
+
+    def _own(self, handle: Handle) -> Handle:
+        if not isinstance(handle, Handle):
+            raise ValueError(f"a handle is what `submit` returns, got {handle!r}")
+        if handle.engine != self._name:
+            raise ValueError(f"{handle} is of another engine: ask the one that it was submitted to")
+        return handle
 
     def generate(self, todo: Iterable[Request]) -> Iterator[Result]:
         """Serves all requests, yielding each result as the request ends.

@@ -71,9 +71,13 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Handle:
-    """Names a submitted request; ascending in the order of submission."""
+    """Names a submitted request of one engine; ascending in the order of submission.
+
+    engine: whose; other engines refuse the handle.
+    """
 
     number: int
+    engine: str = dataclasses.field(default="", repr=False)
 
 
 @dataclasses.dataclass(frozen=True)

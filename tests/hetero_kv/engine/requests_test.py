@@ -1,5 +1,7 @@
 """Admission, refusal, cancellation: one request's trouble is its own."""
 
+import pickle
+
 import jax
 import numpy as np
 import pytest
@@ -393,3 +395,27 @@ def test_requests_of_a_closed_generator_go_on() -> None:
     world.drain(made)
     assert not made._claimed
     world.settled(made)
+
+
+def test_a_handle_is_of_one_engine() -> None:
+    made, other = world.engine(), world.engine()
+    own, foreign = made.submit(world.request(1)), other.submit(world.request(3))
+    assert own.number == foreign.number and own != foreign
+    for wrong, why in ((foreign, "of another engine"), (0, "what `submit` returns, got 0")):
+        for call in (made.cancel, made.preempt, made.result):
+            with pytest.raises(ValueError, match=why):
+                call(wrong)
+    assert made.step() and own in made._entries
+    again = pickle.loads(pickle.dumps(own))
+    assert again == own and hash(again) == hash(own) and str(own) == "Handle(number=0)"
+    assert made.preempt(again) and made.cancel(again)
+    assert made.result(again).status == CANCELLED
+
+
+def test_a_closed_store_serves_no_engine() -> None:
+    store = world.store()
+    store.close()
+    with pytest.raises(ValueError, match="the store is closed: open another"):
+        world.engine("validated", store=store)
+    with pytest.raises(ValueError, match="store is a PrefixStore or None, got 5"):
+        world.engine("validated", store=5)
