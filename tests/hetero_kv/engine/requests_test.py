@@ -419,3 +419,31 @@ def test_a_closed_store_serves_no_engine() -> None:
         world.engine("validated", store=store)
     with pytest.raises(ValueError, match="store is a PrefixStore or None, got 5"):
         world.engine("validated", store=5)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        *((x, None) for x in ("burst", "max_waiting", "seed", "saved_bytes", "audit_share")),
+        *((x, True) for x in ("burst", "tenant_slots", "noise_floor", "flight_timeout")),
+        *((x, "a") for x in ("audit_share", "burst", "clock", "sleep", "drafter", "validate")),
+        *((x, 5) for x in ("drafter", "clock", "bundle_dir", "weights_source", "strict")),
+        ("flight_timeout", float("nan")),
+        ("keep_logits", None),
+    ],
+)
+def test_options_of_other_types_are_refused(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"^{field} (is|must be) .*got {value!r}"):
+        Options(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["options", "rows"])
+@pytest.mark.parametrize("value", [5, {}, False])
+def test_engines_of_other_types_are_refused(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"^{field} is .*got {value!r}"):
+        Engine(*world.model(), reuse="off", capacity=64, **{field: value})
+
+
+def test_an_engine_needs_a_model() -> None:
+    with pytest.raises(ValueError, match=r"model is a decoder, .*got 5"):
+        Engine(5, {}, reuse="off", capacity=64)
