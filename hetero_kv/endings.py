@@ -1,5 +1,7 @@
 """How requests leave their slots: preempted, at an end, or because something is wrong."""
 
+from collections import deque
+
 import jax
 import numpy as np
 
@@ -32,6 +34,7 @@ class Endings:
     _entries: dict[Handle, Entry]
     _results: dict[Handle, Result]
     _events: list[Event]
+    _claimed: dict[Handle, deque[Handle]]  # of `generate`: each puts its own in its own queue
     _saved_bytes: int
 
     def now(self) -> float:
@@ -90,6 +93,8 @@ class Endings:
         self.counters.add("ended_total", status=status)
         self.counters.add("ended_prompt_tokens_total", entry.run.tokens, status=status)
         self._results[entry.handle] = self._result(entry, status, why)
+        if entry.handle in self._claimed:
+            self._claimed[entry.handle].append(entry.handle)
         self._emit(Event(status, entry.handle, detail=why))
 
     def _result(self, entry: Entry, status: str, why: str) -> Result:

@@ -1,12 +1,15 @@
 """Engine: many requests at once over the slots of one cache, with reuse of prefixes (DESIGN §6)."""
 
 import math
+import uuid
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 import jax
 import numpy as np
 
 from hetero_kv import engine_metrics, requests, sampling
+from hetero_kv.arguments import check_type
 from hetero_kv.audit import Breaker, last_logits
 from hetero_kv.bundle import Bundles
 from hetero_kv.decoding import Decoding
@@ -20,9 +23,9 @@ from hetero_kv.requests import (
     ADMITTED,
     CANCELLED,
     DECODE,
-    FINAL,
     PREFILL,
     REFUSED,
+    REUSE_OFF,
     Event,
     Handle,
     Request,
@@ -69,7 +72,12 @@ class Engine(Decoding):
         options: Options | None = None,
         rows: Rows | None = None,
     ):
-        self.options = options = options or Options()
+        self.options = options = Options() if options is None else options
+        check_type("options", options, Options, "give Options(…) or None")
+        if rows is not None:
+            check_type("rows", rows, Rows, "give `rows` of another engine or None")
+        if not hasattr(model, "stack") or not hasattr(model, "cache_spec"):
+            raise ValueError(f"model is a decoder, as of models.build(…), got {model!r}")
         for name, value in (("slots", slots), ("capacity", capacity)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is an integer >= 1, got {value!r}")
@@ -121,7 +129,9 @@ class Engine(Decoding):
         self._entries: dict[Handle, Entry] = {}
         self._results: dict[Handle, Result] = {}
         self._events: list[Event] = []
+        self._claimed: dict[Handle, deque[Handle]] = {}
         self._submitted = 0
+        self._name = uuid.uuid4().hex  # told apart from engines of other processes too
         self._saved_bytes = 0
         self._first_token = engine_metrics.first_token_histogram(self.counters)
 
@@ -129,7 +139,7 @@ class Engine(Decoding):
 
     def submit(self, request: Request) -> Handle:
         """Takes a request in. One that cannot be served is refused: its result says why."""
-        handle = Handle(self._submitted)
+        handle = Handle(self._submitted, self._name)
         self._submitted += 1
         self.counters.add("requests_total")
         arrival = now = self.now()
@@ -156,8 +166,11 @@ class Engine(Decoding):
         return handle
 
     def cancel(self, handle: Handle) -> bool:
-        """Ends a request, wherever it is; False: it has ended already."""
-        entry = self._entries.get(handle)
+        """Ends a request, wherever it is; False: it has ended already.
+
+        Here, in `preempt` and in `result` a handle of another engine raises ValueError.
+        """
+        entry = self._entries.get(self._own(handle))
         if entry is None:
             return False
         self._end(entry, CANCELLED, "cancelled")
@@ -169,7 +182,7 @@ class Engine(Decoding):
         save: copy its state to the host, and go on there later. Otherwise its prompt runs again
         (from the store, if that has it), and its tokens are decoded again, never prefilled.
         """
-        entry = self._entries.get(handle)
+        entry = self._entries.get(self._own(handle))
         if entry is None or entry.slot is None:
             return False
         self._preempt(entry, save)
@@ -178,8 +191,12 @@ class Engine(Decoding):
     @property
     def busy(self) -> bool:
         """Whether `step` has something to do, now or later."""
-        audits = any(x.ready for x in self.reuser.audits.values())
-        return bool(self._entries or self._events or audits)
+        return bool(self._events) or self._at_work
+
+    @property
+    def _at_work(self) -> bool:
+        """Whether there is more to do than to tell what has happened."""
+        return bool(self._entries) or any(x.ready for x in self.reuser.audits.values())
 
     def step(self) -> list[Event]:
         """Admits, runs some prompt chunks and one decode call. What happened, in order."""
@@ -196,24 +213,62 @@ class Engine(Decoding):
 
     def result(self, handle: Handle) -> Result | None:
         """The result of a request that has ended; it is given out once."""
-        return self._results.pop(handle, None)
+        return self._results.pop(self._own(handle), None)
+
+    def _own(self, handle: Handle) -> Handle:
+        if not isinstance(handle, Handle):
+            raise ValueError(f"a handle is what `submit` returns, got {handle!r}")
+        if handle.engine != self._name:
+            raise ValueError(f"{handle} is of another engine: ask the one that it was submitted to")
+        return handle
 
     def generate(self, todo: Iterable[Request]) -> Iterator[Result]:
-        """Serves all requests, yielding each result as the request ends."""
-        todo, mine, more = iter(todo), set(), True
-        while more or mine or self.busy:
-            while more and not self.scheduler.full:
-                request = next(todo, None)
-                more = request is not None
-                if more:
-                    mine.add(self.submit(request))
-            events = self.step()
-            for event in events:
-                if event.kind in FINAL and event.handle in mine:
-                    mine.remove(event.handle)
-                    yield self._results.pop(event.handle)
-            if not events and not self.scheduler.active():
-                self._idle()
+        """Serves all requests, yielding each result as the request ends.
+
+        It goes on until the engine has nothing left to do, for others either. Several may take
+        turns, and with `submit`, `step` and `cancel`: each gets the results of its own requests,
+        whoever takes the steps. Events of requests that no `generate` has submitted are left to
+        the next `step`. Of a generator that is closed early the requests go on.
+        """
+        todo, more = iter(todo), True
+        mine: set[Handle] = set()
+        ended: deque[Handle] = deque()
+        try:
+            while more or mine or self._at_work:
+                while more and not self.scheduler.full:
+                    request = next(todo, None)
+                    more = request is not None
+                    if more:
+                        mine.add(self._claim(request, ended))
+                self._step_for_generators()
+                for _ in range(len(ended)):
+                    handle = ended.popleft()
+                    mine.remove(handle)
+                    del self._claimed[handle]
+                    result = self._results.pop(handle, None)
+                    if result is not None:  # or somebody has asked for it by its handle
+                        yield result
+        finally:
+            for handle in mine:
+                del self._claimed[handle]
+
+    def _claim(self, request: Request, ended: deque[Handle]) -> Handle:
+        """Submits a request whose end is to be told to that queue."""
+        handle = self.submit(request)
+        self._claimed[handle] = ended
+        if handle not in self._entries:  # refused at once
+            ended.append(handle)
+        return handle
+
+    def _step_for_generators(self) -> None:
+        """A step of which only others than generators are yet to be told."""
+        before = len(self._events)
+        events = self.step()
+        self._events = [
+            x for x in events if x.kind == REUSE_OFF or x.handle not in self._claimed
+        ] + self._events
+        if len(events) == before and not self.scheduler.active():
+            self._idle()
 
     def metrics(self) -> Snapshot:
         """Counters and gauges by name; `engine_metrics.to_text` says what each means."""

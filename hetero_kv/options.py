@@ -1,12 +1,14 @@
 """How an engine works."""
 
 import dataclasses
+import os
 import pathlib
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from hetero_kv.arguments import check_callable, check_integer, check_number, check_type
 from hetero_kv.pages.layout import Paging
 
 SAVE, RECOMPUTE, NEVER = "save", "recompute", "never"
@@ -20,6 +22,7 @@ _LEAST = {
     **dict.fromkeys(("noise_floor", "seed", "bundle_bytes"), 0),
     "max_bundles": 1,
 }
+_FLAGS = ("keep_logits", "keep_prompt_logits", "keep_pages", "validate", "debug_poison", "strict")
 _INTEGERS = (
     *("burst", "chunks_per_step", "max_stops", "max_waiting", "tenant_slots", "saved_bytes"),
     *("audit_failures", "max_audits", "bundle_bytes", "max_bundles", "seed", "draft_tokens"),
@@ -94,12 +97,19 @@ class Options:
             raise ValueError(f"preempt must be save, recompute or never, got {self.preempt!r}")
         for name, least in _LEAST.items():
             value = getattr(self, name)
-            if value is not None and not value >= least:
-                raise ValueError(f"{name} must be >= {least}, got {value!r}")
-        for name in _INTEGERS:
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-                raise ValueError(f"{name} is an integer, got {value!r}")
+            if value is None and name == "tenant_slots":
+                continue
+            check = check_integer if name in _INTEGERS else check_number
+            check(name, value, least)
+        for name in _FLAGS:
+            check_type(name, getattr(self, name), bool, "True or False")
+        for name in ("clock", "sleep"):
+            check_callable(name, getattr(self, name))
+        if self.drafter is not None:
+            check_callable("drafter", self.drafter)
+        check_type("weights_source", self.weights_source, str)
+        if not isinstance(self.bundle_dir, str | os.PathLike | None):
+            raise ValueError(f"bundle_dir is a directory's path or None, got {self.bundle_dir!r}")
         if self.paging is not None and not isinstance(self.paging, Paging):
             raise ValueError(f"paging is a Paging or None, got {self.paging!r}")
         if self.keep_pages and self.paging is None:

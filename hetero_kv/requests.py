@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from hetero_kv.arguments import is_integer
 from hetero_kv.prefix.plan import Reason
 
 # Where a request is. The last four are final.
@@ -40,9 +41,9 @@ class Sampling:
             return f"temperature must be finite and >= 0, got {self.temperature!r}"
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             return f"top_p must be in (0, 1], got {self.top_p!r}"
-        if not _is_integer(self.top_k) or not 0 <= self.top_k <= MAX_TOP_K:
+        if not is_integer(self.top_k) or not 0 <= self.top_k <= MAX_TOP_K:
             return f"top_k must be an integer in 0..{MAX_TOP_K}, got {self.top_k!r}"
-        if not _is_integer(self.seed) or not 0 <= self.seed <= MAX_SEED:
+        if not is_integer(self.seed) or not 0 <= self.seed <= MAX_SEED:
             return f"seed must be an integer in 0..{MAX_SEED}, got {self.seed!r}"
         return ""
 
@@ -71,9 +72,13 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Handle:
-    """Names a submitted request; ascending in the order of submission."""
+    """Names a submitted request of one engine; ascending in the order of submission.
+
+    engine: whose; other engines refuse the handle.
+    """
 
     number: int
+    engine: str = dataclasses.field(default="", repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,10 +133,6 @@ class Result:
     reasons: tuple[Reason, ...]
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
 def _is_number(value: object) -> bool:
     """Whether it is a finite real number that a float32 holds."""
     real = isinstance(value, int | float | np.integer | np.floating)
@@ -148,7 +149,7 @@ def problem(request: Request, vocab: int, capacity: int, max_stops: int) -> str:
     if tokens.min() < 0 or tokens.max() >= vocab:
         return f"tokens must be in 0..{vocab - 1}, got {tokens.min()}..{tokens.max()}"
     count = request.max_new_tokens
-    if not _is_integer(count) or count < 1:
+    if not is_integer(count) or count < 1:
         return f"max_new_tokens must be an integer >= 1, got {count!r}"
     need = tokens.size + count
     if need > capacity:
@@ -156,7 +157,7 @@ def problem(request: Request, vocab: int, capacity: int, max_stops: int) -> str:
             f"needs {tokens.size} + {count} = {need} tokens, but a slot holds "
             f"{capacity}; ask for fewer, or make an engine with a larger capacity"
         )
-    if not isinstance(request.stop, tuple | list) or not all(map(_is_integer, request.stop)):
+    if not isinstance(request.stop, tuple | list) or not all(map(is_integer, request.stop)):
         return f"stop must be a tuple of token ids, got {request.stop!r}"
     if len(request.stop) > max_stops:
         return f"has {len(request.stop)} stop ids, at most {max_stops} are possible"

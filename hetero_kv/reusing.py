@@ -390,6 +390,10 @@ class Reuser:
 
 
 def _check_store(rows: Rows, mode: str, store: PrefixStore, params: Params) -> None:
+    if not isinstance(store, PrefixStore):
+        raise ValueError(f"store is a PrefixStore or None, got {store!r}")
+    if store.closed:
+        raise ValueError("the store is closed: open another, as PrefixStore(…), for this engine")
     if store.spec != rows.spec:
         raise ValueError("the store was made for another cache spec than the model's")
     identity = store.identity

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from hetero_kv.arguments import is_integer
 from hetero_kv.contract import CacheSpec, Evidence, Leaf, LeafSlot, Point
 
 LayerLeaves = dict[str, jax.Array]  # name -> [repeats, batch, *leaf.shape(capacity)]
@@ -71,6 +72,9 @@ def _starts_live(leaf: Leaf) -> bool:
 
 
 def _build(spec: CacheSpec, batch: int, capacity: int, make) -> Cache:
+    for name, size in (("batch", batch), ("capacity", capacity)):
+        if not is_integer(size):
+            raise ValueError(f"{name} of a cache is an integer, got {size!r}")
     if batch < 1 or capacity < 1:
         raise ValueError(f"a cache needs batch >= 1 and capacity >= 1, got {batch=}, {capacity=}")
     layers = tuple(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import os
 import pathlib
 import time
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from hetero_kv import validate
+from hetero_kv.arguments import check_callable, check_integer, check_type, is_integer
 from hetero_kv.contract import CacheSpec
 from hetero_kv.pages.brought import nothing
 from hetero_kv.prefix import observe
@@ -84,6 +86,16 @@ class PrefixStore(Upkeep):
         digest: Digest = sha256,
         clock: Clock = time.monotonic,
     ):
+        check_type("spec", spec, CacheSpec, "a model's cache_spec")
+        check_type("identity", identity, Identity, "make it with Identity.of(spec, …)")
+        if costs is not None:
+            check_type("costs", costs, Costs, "give Costs(…) or None")
+        if quotas is not None:
+            check_type("quotas", quotas, Quotas, "give Quotas(…) or None")
+        check_callable("digest", digest)
+        check_callable("clock", clock)
+        if not isinstance(disk_dir, str | os.PathLike | None):
+            raise ValueError(f"disk_dir is a directory's path or None, got {disk_dir!r}")
         if (disk_dir is None) != (disk_bytes == 0):
             raise ValueError(f"a disk tier needs both, got {disk_dir=} and {disk_bytes=}")
         if disk_bytes and costs is not None and costs.disk is None:
@@ -96,10 +108,9 @@ class PrefixStore(Upkeep):
         if not isinstance(policy, Policy | str):
             raise ValueError(f"policy is a Policy or a name such as 'fork/lru', got {policy!r}")
         for name, size in (("host_bytes", host_bytes), ("disk_bytes", disk_bytes)):
-            if isinstance(size, bool) or not isinstance(size, int | np.integer):
+            if not is_integer(size):
                 raise ValueError(f"{name} is an integer number of bytes, got {size!r}")
-        if epochs_kept < 0:
-            raise ValueError(f"epochs_kept is a number of epochs >= 0, got {epochs_kept}")
+        check_integer("epochs_kept", epochs_kept, 0)
         self.spec = spec
         self.identity = identity
         self.policy = Policy.named(policy) if isinstance(policy, str) else policy
@@ -203,6 +214,7 @@ class PrefixStore(Upkeep):
         self._check_open()
         self._check_row(cache, row)
         self.transfer.check(cache)
+        check_integer("held", held, 0)
         if held and cache.pages is None:
             raise ValueError(f"{held=} blocks are in pages: a contiguous cache has none")
         if lease.released:
@@ -280,6 +292,8 @@ class PrefixStore(Upkeep):
         self._check_open()
         self._check_row(cache, row)
         self.transfer.check(cache)
+        if points is not None:
+            _check_points(points)
         started = self._observer.clock()
         keys = self._keys(tokens, tenant, extra)
         if keys.refusal:
@@ -424,9 +438,21 @@ class PrefixStore(Upkeep):
 
     @staticmethod
     def _check_row(cache: Cache, row: int) -> None:
-        # JAX would clamp a bad index to a neighbour's row.
+        # JAX would clamp a bad index to a neighbour's row, and cut a fraction off.
+        if not is_integer(row):
+            raise ValueError(f"row is an integer, got {row!r}")
         if not 0 <= row < cache.batch:
             raise ValueError(f"{row=} is not within {cache.batch=}")
+
+
+def _check_points(points: tuple[int, ...]) -> None:
+    """Raises ValueError for what are no lengths."""
+    many = isinstance(points, tuple | list | set | frozenset)
+    if not many or not all(map(is_integer, points)):
+        raise ValueError(
+            f"points are lengths in tokens, such as (128, 256), got {points!r}: give a tuple of "
+            "integers, as lease.checkpoint_points, or None"
+        )
 
 
 def _check_identity(spec: CacheSpec, identity: Identity) -> None:

@@ -35,6 +35,11 @@ class Upkeep:
     _epochs: list[bytes]  # retained ones, the present one last
     _closed: bool
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
     # -- metrics and checks --------------------------------------------------------------------
 
     def metrics(self) -> Snapshot:

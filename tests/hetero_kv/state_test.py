@@ -81,3 +81,10 @@ def test_shardings_have_the_shape_of_the_cache():
     shardings = state.shardings(SPEC, 2, 16, mesh, "rows")
     cache = jax.device_put(state.init(SPEC, 2, 16), shardings)
     assert jnp.all(cache.length == 0)
+
+
+@pytest.mark.parametrize("batch, capacity", [(1, 1.5), (True, 10), (None, 10), (1, "10")])
+def test_sizes_are_integers(batch, capacity):
+    for make in (state.init, state.abstract):
+        with pytest.raises(ValueError, match="of a cache is an integer, got "):
+            make(SPEC, batch, capacity)

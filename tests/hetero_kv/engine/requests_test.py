@@ -1,5 +1,7 @@
 """Admission, refusal, cancellation: one request's trouble is its own."""
 
+import pickle
+
 import jax
 import numpy as np
 import pytest
@@ -304,3 +306,144 @@ def test_a_store_of_other_weights_is_refused() -> None:
     other = jax.tree.map(lambda x: x + 1 if x.dtype == np.float32 else x, params)
     with pytest.raises(ValueError, match="other weights"):
         Engine(made, other, store=world.store(), slots=1, capacity=64)
+
+
+def _bounded(made: Engine, most: int = 500) -> None:
+    """From now on steps beyond `most` raise: what would never end fails."""
+    step, left = made.step, iter(range(most))
+
+    def counted() -> list:
+        assert next(left, None) is not None, "the engine never ends"
+        return step()
+
+    made.step = counted
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_generators_that_take_turns_get_their_own_results(later: bool) -> None:
+    made = world.engine()
+    _bounded(made)
+    one = made.generate(world.request(x) for x in (0, 1, 2))
+    two = made.generate(world.request(x) for x in (3, 4, 5))
+    first, second = [next(one)], [next(two)]
+    if later:
+        first, second = second, first
+        one, two = two, one
+    first += list(one)
+    second += list(two)
+    if later:
+        first, second = second, first
+    for results, numbers in ((first, (0, 1, 2)), (second, (3, 4, 5))):
+        ordered = sorted(results, key=lambda x: x.handle.number)
+        for result, number in zip(ordered, numbers, strict=True):
+            world.same_answer(result, number)
+    assert not made.busy and not made._claimed and not made._results
+    world.settled(made)
+
+
+def test_others_may_step_and_cancel_within_a_generator() -> None:
+    made = world.engine()
+    _bounded(made)
+    results = made.generate([world.request(x) for x in range(5)] + [Request(TOKENS, 0)])
+    found, seen = [next(results)], []
+    while made.busy:  # all that is left happens in steps of somebody else
+        seen += made.step()
+        if made.scheduler.waiting:
+            made.cancel(made.scheduler.waiting[0].handle)
+    assert any(x.kind == TOKEN for x in seen)
+    found += list(results)
+    assert sorted(x.handle.number for x in found) == list(range(6)) and not made.busy
+    assert {x.status for x in found} == {FINISHED, CANCELLED, REFUSED}
+    world.settled(made)
+
+
+def test_events_of_others_outlast_a_generator() -> None:
+    made = world.engine()
+    _bounded(made)
+    handle = made.submit(world.request(1))
+    assert len(list(made.generate([world.request(3)]))) == 1
+    events = made.step()
+    assert {x.handle for x in events} == {handle} and events[-1].kind == FINISHED
+    assert [x.token for x in events if x.kind == TOKEN] == world.alone(1).tokens.tolist()
+    assert made.step() == [] and not made.busy
+    world.same_answer(made.result(handle), 1)
+
+
+def test_a_result_that_was_asked_for_is_not_yielded_again() -> None:
+    made = world.engine()
+    _bounded(made)
+    results = made.generate(world.request(x) for x in range(4))
+    next(results)
+    ended = [
+        x.handle for _ in iter(lambda: made.busy, False) for x in made.step() if x.kind == FINISHED
+    ]
+    taken = made.result(ended[-1])
+    assert taken.handle not in {x.handle for x in results}
+
+
+def test_what_a_generator_was_refused_is_told_by_it_alone() -> None:
+    made = world.engine()
+    (result,) = made.generate([Request(TOKENS, 0)])
+    assert result.status == REFUSED and not made.busy and made.step() == []
+
+
+def test_requests_of_a_closed_generator_go_on() -> None:
+    made = world.engine()
+    results = made.generate(world.request(x) for x in range(4))
+    next(results)
+    results.close()
+    world.drain(made)
+    assert not made._claimed
+    world.settled(made)
+
+
+def test_a_handle_is_of_one_engine() -> None:
+    made, other = world.engine(), world.engine()
+    own, foreign = made.submit(world.request(1)), other.submit(world.request(3))
+    assert own.number == foreign.number and own != foreign
+    for wrong, why in ((foreign, "of another engine"), (0, "what `submit` returns, got 0")):
+        for call in (made.cancel, made.preempt, made.result):
+            with pytest.raises(ValueError, match=why):
+                call(wrong)
+    assert made.step() and own in made._entries
+    again = pickle.loads(pickle.dumps(own))
+    assert again == own and hash(again) == hash(own) and str(own) == "Handle(number=0)"
+    assert made.preempt(again) and made.cancel(again)
+    assert made.result(again).status == CANCELLED
+
+
+def test_a_closed_store_serves_no_engine() -> None:
+    store = world.store()
+    store.close()
+    with pytest.raises(ValueError, match="the store is closed: open another"):
+        world.engine("validated", store=store)
+    with pytest.raises(ValueError, match="store is a PrefixStore or None, got 5"):
+        world.engine("validated", store=5)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        *((x, None) for x in ("burst", "max_waiting", "seed", "saved_bytes", "audit_share")),
+        *((x, True) for x in ("burst", "tenant_slots", "noise_floor", "flight_timeout")),
+        *((x, "a") for x in ("audit_share", "burst", "clock", "sleep", "drafter", "validate")),
+        *((x, 5) for x in ("drafter", "clock", "bundle_dir", "weights_source", "strict")),
+        ("flight_timeout", float("nan")),
+        ("keep_logits", None),
+    ],
+)
+def test_options_of_other_types_are_refused(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"^{field} (is|must be) .*got {value!r}"):
+        Options(**{field: value})
+
+
+@pytest.mark.parametrize("field", ["options", "rows"])
+@pytest.mark.parametrize("value", [5, {}, False])
+def test_engines_of_other_types_are_refused(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"^{field} is .*got {value!r}"):
+        Engine(*world.model(), reuse="off", capacity=64, **{field: value})
+
+
+def test_an_engine_needs_a_model() -> None:
+    with pytest.raises(ValueError, match=r"model is a decoder, .*got 5"):
+        Engine(5, {}, reuse="off", capacity=64)

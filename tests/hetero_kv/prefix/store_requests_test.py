@@ -224,3 +224,28 @@ def test_a_wait_that_is_no_time_is_refused(wait):
 def test_limits_must_be_quotas():
     with pytest.raises(ValueError, match="the limits of 'a' are a Quota, got 5"):
         Quotas(tenants={"a": 5})
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        *((x, 5) for x in ("costs", "quotas", "digest", "clock", "disk_dir")),
+        *(("epochs_kept", x) for x in (1.5, "a", True, None, -1)),
+        *(("host_bytes", x) for x in (1.5, True)),
+    ],
+)
+def test_arguments_of_other_types_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"^{field} (is|must be) .*got {value!r}"):
+        make(**{field: value})
+
+
+def test_rows_and_points_are_integers():
+    store, cache, tokens = make(), synthetic.empty(SPEC, batch=3), prompt(1)
+    for row in (1.5, True, None, "1"):
+        with pytest.raises(ValueError, match=f"row is an integer, got {row!r}"):
+            store.publish(tokens, cache, row)
+        with store.lookup(tokens) as lease, pytest.raises(ValueError, match="row is an integer"):
+            store.restore(lease, cache, row)
+    for points in (16, (16.0,), (True,), "16"):
+        with pytest.raises(ValueError, match="points are lengths in tokens"):
+            store.publish(tokens, cache, points=points)
