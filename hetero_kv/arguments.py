@@ -33,6 +33,13 @@ def check_type(name: str, value: object, kind: type, remedy: str = "") -> None:
         raise ValueError(f"{name} is {article} {kind.__name__}, got {value!r}{more}")
 
 
+def check_stands_for(name: str, value: object, kind: type, remedy: str) -> None:
+    """As `check_type`, but takes what has all public methods of the type: one may be watched."""
+    names = (x for x in dir(kind) if not x.startswith("_"))
+    if not isinstance(value, kind) and not all(hasattr(value, x) for x in names):
+        check_type(name, value, kind, remedy)
+
+
 def check_callable(name: str, value: object) -> None:
     """Raises ValueError for what cannot be called."""
     if not callable(value):

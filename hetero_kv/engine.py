@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from hetero_kv import engine_metrics, requests, sampling
-from hetero_kv.arguments import check_type
+from hetero_kv.arguments import check_stands_for, check_type
 from hetero_kv.audit import Breaker, last_logits
 from hetero_kv.bundle import Bundles
 from hetero_kv.decoding import Decoding
@@ -75,7 +75,7 @@ class Engine(Decoding):
         self.options = options = Options() if options is None else options
         check_type("options", options, Options, "give Options(…) or None")
         if rows is not None:
-            check_type("rows", rows, Rows, "give `rows` of another engine or None")
+            check_stands_for("rows", rows, Rows, "give `rows` of another engine or None")
         if not hasattr(model, "stack") or not hasattr(model, "cache_spec"):
             raise ValueError(f"model is a decoder, as of models.build(…), got {model!r}")
         for name, value in (("slots", slots), ("capacity", capacity)):

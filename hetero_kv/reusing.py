@@ -8,6 +8,7 @@ import random
 import jax
 import numpy as np
 
+from hetero_kv.arguments import check_stands_for
 from hetero_kv.audit import Audit, Breaker, Finding
 from hetero_kv.bundle import FAILED, Bundles, Exhibit, Written
 from hetero_kv.guard import LeakedShape
@@ -390,8 +391,7 @@ class Reuser:
 
 
 def _check_store(rows: Rows, mode: str, store: PrefixStore, params: Params) -> None:
-    if not isinstance(store, PrefixStore):
-        raise ValueError(f"store is a PrefixStore or None, got {store!r}")
+    check_stands_for("store", store, PrefixStore, "give PrefixStore(…) or None")
     if store.closed:
         raise ValueError("the store is closed: open another, as PrefixStore(…), for this engine")
     if store.spec != rows.spec:

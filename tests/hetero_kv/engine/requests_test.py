@@ -417,7 +417,7 @@ def test_a_closed_store_serves_no_engine() -> None:
     store.close()
     with pytest.raises(ValueError, match="the store is closed: open another"):
         world.engine("validated", store=store)
-    with pytest.raises(ValueError, match="store is a PrefixStore or None, got 5"):
+    with pytest.raises(ValueError, match="store is a PrefixStore, got 5"):
         world.engine("validated", store=5)
 
 
