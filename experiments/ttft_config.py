@@ -1,9 +1,8 @@
 """What `ttft` times: models, prompts, hits, window policies and tiers."""
 
 import dataclasses
-import pathlib
 
-from experiments import shared_prefix
+from experiments import config_checks, shared_prefix
 from models.config import DecoderConfig
 
 
@@ -48,6 +47,4 @@ class TtftConfig:
                 )
         if 0.0 not in self.hits or not all(0 <= x < 1 for x in self.hits):
             raise ValueError(f"hits={self.hits} are shares from 0 on, below 1, and 0 among them")
-        if self.directory and not pathlib.Path(self.directory).is_dir():
-            raise ValueError(f"directory={self.directory!r} is no directory; make it, or leave it "
-                             "empty for that of temporary files")  # fmt: skip
+        config_checks.check_directory(self)

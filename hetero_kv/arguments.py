@@ -8,6 +8,11 @@ def is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
+def is_number(value: object) -> bool:
+    """Whether it is a real number of Python or NumPy, infinity and NaN too; a bool is none."""
+    return is_integer(value) or isinstance(value, float | np.floating)
+
+
 def check_integer(name: str, value: object, least: int) -> None:
     """Raises ValueError but for integers >= least."""
     if not is_integer(value):
@@ -18,8 +23,7 @@ def check_integer(name: str, value: object, least: int) -> None:
 
 def check_number(name: str, value: object, least: float) -> None:
     """Raises ValueError but for real numbers >= least; infinity is one, NaN and bools are none."""
-    real = isinstance(value, int | float | np.integer | np.floating)
-    if not real or isinstance(value, bool):
+    if not is_number(value):
         raise ValueError(f"{name} is a number, got {value!r}")
     if not value >= least:
         raise ValueError(f"{name} must be >= {least}, got {value!r}")

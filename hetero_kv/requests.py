@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from hetero_kv.arguments import is_integer
+from hetero_kv.arguments import is_integer, is_number
 from hetero_kv.prefix.plan import Reason
 
 # Where a request is. The last four are final.
@@ -135,8 +135,7 @@ class Result:
 
 def _is_number(value: object) -> bool:
     """Whether it is a finite real number that a float32 holds."""
-    real = isinstance(value, int | float | np.integer | np.floating)
-    return real and not isinstance(value, bool) and abs(value) <= MAX_FLOAT
+    return is_number(value) and abs(value) <= MAX_FLOAT
 
 
 def problem(request: Request, vocab: int, capacity: int, max_stops: int) -> str:

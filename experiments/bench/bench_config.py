@@ -224,8 +224,7 @@ class BenchConfig:
         of_parts = ("layers", "batch", "contexts")
         config_checks.not_empty(self, "batches", "contexts", "growth.contexts")
         config_checks.at_least(self, 1, *counts, *(f"growth.{x}" for x in of_parts))
-        config_checks.at_least(self, 1, *(f"compile.{x}" for x in ("batch", "capacity")))
-        config_checks.at_least(self, 1, "compile.processes")
+        config_checks.at_least(self, 1, "compile.batch", "compile.capacity", "compile.processes")
         config_checks.at_least(self, 0, "warm_steps", "seconds", "seed", "hf_calls")
         config_checks.above(self, 0, "hf_gigabytes")
         if self.hf and not self.hf_calls:

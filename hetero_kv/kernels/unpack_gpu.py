@@ -127,7 +127,7 @@ class Unpack:
         own = self.packing
         size = own.sections["scales"]
         many = -(-size // 8) * 8
-        begin = self.packing.offsets["scales"]
+        begin = own.offsets["scales"]
         first = min(begin, begin // BOX * BOX + BOX - many)
         found, lane = _bytes(raw, first, many), _lane(many)
 

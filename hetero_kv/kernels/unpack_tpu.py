@@ -45,7 +45,7 @@ class Unpack:
         """The first byte that the matrix looks at, at the start of a register."""
         own = self.packing
         whole = own.coded // LANES * LANES if KINDS[own.kind].code.bits == 8 else 0
-        return min(whole, self.packing.offsets["scales"] // LANES * LANES)
+        return min(whole, own.offsets["scales"] // LANES * LANES)
 
     @property
     def blocks(self) -> list[tuple[int, int]]:
@@ -61,11 +61,8 @@ class Unpack:
     def matrix(self) -> jax.Array:
         """bf16[bytes - begin, n]: low halves of scales, their high halves where they are floats,
         then the pieces that do not lie right, each in LANES columns."""
-        own, scales, rope = (
-            self.packing,
-            self.packing.offsets["scales"],
-            self.packing.offsets["rope"],
-        )
+        own = self.packing
+        scales, rope = own.offsets["scales"], own.offsets["rope"]
         wide = not KINDS[own.kind].e8m0
         found = np.zeros((own.bytes - self.begin, 0), np.float32)
 
