@@ -24,6 +24,7 @@ class ParamSpec:
         "ones", "slopes" = see `slopes`, "expert_table" = per row a random choice of distinct
         integers below `scale`.
     axes: one logical name per axis, for sharding rules.
+    product: only ever read by `linear.linear` or `linear.grouped`, so that it may lie as they like.
     """
 
     shape: tuple[int, ...]
@@ -31,6 +32,7 @@ class ParamSpec:
     scale: float = 1.0
     dtype: str = ""  # "": the model's param_dtype
     axes: tuple[str | None, ...] = ()
+    product: bool = False
 
     def __post_init__(self):
         if self.init not in INITS:
@@ -55,6 +57,11 @@ class ParamSpec:
         if self.init == "fan_in":
             std = self.scale / math.sqrt(self.shape[-2] if len(self.shape) > 1 else self.shape[-1])
         return (std * jax.random.normal(key, self.shape, jnp.float32)).astype(dtype)
+
+
+def matrix(*shape: int) -> ParamSpec:
+    """A weight [..., in, out] of products alone."""
+    return ParamSpec(shape, product=True)
 
 
 def slopes(heads: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from hetero_kv.attention.call import Call, Mechanism, Train, View
 from hetero_kv.attention.fields import Fields
 from hetero_kv.attention.norm import rms_norm
 from hetero_kv.params import Params, ParamSpec, ParamTree
+from models import prepared
 from models.checks import FACTORS, check_layouts, check_names
 from models.config import DecoderConfig
 from models.hyper import Hyper
@@ -119,12 +120,13 @@ class Layer:
 
     def prepare(self, params: Params, axis: int) -> Params:
         """See `Decoder.prepare`; `axis` is the first one of a weight as declared."""
-        if not isinstance(self.mlp, MoE):
-            return params
-        return {**params, "mlp": self.mlp.apart(params["mlp"], axis)}
+        if isinstance(self.mlp, MoE):
+            params = {**params, "mlp": self.mlp.apart(params["mlp"], axis)}
+        return prepared.prepare(self.params(), params, jax.default_backend() == "cpu")
 
     def plain(self, params: Params, x: jax.Array) -> Params:
         """The weights as this layer reads them: none packed but those of experts."""
+        params = prepared.plain(self.params(), params)
         if not leaf.any_packed(params):
             return params
         experts = self.mlp.of_experts if isinstance(self.mlp, MoE) else ()

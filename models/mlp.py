@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from hetero_kv.attention.fields import Fields
-from hetero_kv.params import Params, ParamSpec, ParamTree
+from hetero_kv.linear import linear
+from hetero_kv.params import Params, ParamSpec, ParamTree, matrix
 from models.quantised import leaf
 from models.routing import ROUTER, Router
 
@@ -63,7 +64,7 @@ class Unit:
         down_bias: jax.Array | None = None,
     ) -> jax.Array:
         """x [..., d] with weights [d, columns(f)] and [f, d]."""
-        both = jnp.matmul(x, gate_up)
+        both = linear(x, gate_up)
         if gate_up_bias is not None:
             both = both + gate_up_bias
         if self.act in PLAIN:
@@ -73,7 +74,7 @@ class Unit:
             if self.limit:
                 gate, up = jnp.minimum(gate, self.limit), jnp.clip(up, -self.limit, self.limit)
             inner = GATES[self.act](gate, up)
-        y = jnp.matmul(inner, down)
+        y = linear(inner, down)
         return y if down_bias is None else y + down_bias
 
 
@@ -95,8 +96,8 @@ class Dense:
     def params(self) -> ParamTree:
         """gate_up: gate columns first, then up."""
         return {
-            "gate_up": ParamSpec((self.d_model, Unit(act=self.act).columns(self.d_ff))),
-            "down": ParamSpec((self.d_ff, self.d_model)),
+            "gate_up": matrix(self.d_model, Unit(act=self.act).columns(self.d_ff)),
+            "down": matrix(self.d_ff, self.d_model),
         }
 
     def __call__(
@@ -164,9 +165,9 @@ class MoE:
         """Router, experts [E, d, 2f] and [E, f, d], the shared expert."""
         d, f, e = self.d_model, self.d_ff, self.experts
         tree: dict = {
-            "router": ParamSpec((d, e), "normal", self.router_scale),
-            "gate_up": ParamSpec((e, d, self.unit.columns(f))),
-            "down": ParamSpec((e, f, d)),
+            "router": ParamSpec((d, e), "normal", self.router_scale, product=True),
+            "gate_up": matrix(e, d, self.unit.columns(f)),
+            "down": matrix(e, f, d),
         }
         tree |= self.router.params(e)
         if self.hashed:
@@ -179,7 +180,7 @@ class MoE:
             wide = self.shared_ff or self.n_shared * f
             tree["shared"] = Dense(d, wide, self.limit, self.act).params()
             if self.shared_gate:
-                tree["shared"] |= {"gate": ParamSpec((d, 1))}
+                tree["shared"] |= {"gate": matrix(d, 1)}
         return tree
 
     def apart(self, params: Params, axis: int = 0) -> Params:
@@ -207,7 +208,7 @@ class MoE:
 
     def route(self, params: Params, x: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Experts i32[n, k] and their weights f32[n, k] for x [n, d], tokens i32[n]."""
-        logits = jnp.matmul(x, params["router"], preferred_element_type=jnp.float32)
+        logits = linear(x, params["router"], jnp.float32)
         chosen = params["table"][tokens] if self.hashed else None
         index, weights = self.router.pick(params, logits, self.picks, chosen)
         return index, weights * self.scale
@@ -230,7 +231,7 @@ class MoE:
             shared = params["shared"]
             own = self.unit(flat, shared["gate_up"], shared["down"])
             if self.shared_gate:
-                own = own * jax.nn.sigmoid(jnp.matmul(flat, shared["gate"]))
+                own = own * jax.nn.sigmoid(linear(flat, shared["gate"]))
             y = y + own
         return y.reshape(x.shape)
 

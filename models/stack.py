@@ -11,9 +11,11 @@ from hetero_kv.attention import rope
 from hetero_kv.attention.call import Call, Train, View
 from hetero_kv.attention.norm import rms_norm
 from hetero_kv.contract import Segment
+from hetero_kv.linear import linear
 from hetero_kv.pages import views
-from hetero_kv.params import Params, ParamSpec, ParamTree
+from hetero_kv.params import Params, ParamSpec, ParamTree, matrix
 from hetero_kv.state import Cache
+from models import prepared
 from models.layers import Layer
 from models.quantised import leaf
 
@@ -51,7 +53,7 @@ class Stack:
             "norm": ParamSpec((self.d_model,), "ones", dtype="float32"),
         }
         if not self.tied:
-            tree["head"] = ParamSpec(shape[::-1])
+            tree["head"] = matrix(*shape[::-1])
         hyper = self.groups[0].layers[0].hyper
         if hyper:
             tree["head_hc"] = hyper.head_params()
@@ -98,7 +100,10 @@ class Stack:
                     str(i): layer.prepare(weights[str(i)], 1)
                     for i, layer in enumerate(group.layers)
                 }
-        return {**params, "segments": segments}
+        own = {"segments": segments}
+        if jax.default_backend() == "cpu" and "head" in params:
+            own["head"] = prepared.blocked(self._top_params()["head"], params["head"])
+        return {**params, **own}
 
     def cache_segments(self) -> tuple[Segment, ...]:
         """The cached leaves of every group."""
@@ -141,7 +146,9 @@ class Stack:
             x = hyper.collapse(params["head_hc"], x)
         x = rms_norm(x, params["norm"], self.eps)
         head = params["embed"].T if self.tied else params["head"]
-        logits = jnp.matmul(x, head.astype(x.dtype), preferred_element_type=jnp.float32)
+        if head.dtype != x.dtype:
+            head = head.astype(x.dtype)
+        logits = linear(x, head, jnp.float32)
         return self.softcap * jnp.tanh(logits / self.softcap) if self.softcap else logits
 
     # -- training ------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from hetero_kv.attention.rope import Rope
 from hetero_kv.contract import Evidence, Leaf, Point
 from hetero_kv.kernels.compressor.reference import Pooling, entry, pool
-from hetero_kv.params import Params, ParamSpec, ParamTree
+from hetero_kv.linear import linear
+from hetero_kv.params import Params, ParamSpec, ParamTree, matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +50,8 @@ class Compressor:
     def params(self) -> ParamTree:
         """Projections to kv and gate, the gate's position bias, the norm of entries."""
         return {
-            "kv": ParamSpec((self.d_model, self.series)),
-            "gate": ParamSpec((self.d_model, self.series)),
+            "kv": matrix(self.d_model, self.series),
+            "gate": matrix(self.d_model, self.series),
             "position_bias": ParamSpec((self.ratio, self.series), "zeros", dtype="float32"),
             "norm": ParamSpec((self.width,), "ones", dtype="float32"),
         }
@@ -68,8 +69,8 @@ class Compressor:
 
     def raw(self, params: Params, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Raw rows f32[..., 2 * series] of inputs x [..., d] at i32[...] positions."""
-        kv = jnp.matmul(x, params["kv"], preferred_element_type=jnp.float32)
-        gate = jnp.matmul(x, params["gate"], preferred_element_type=jnp.float32)
+        kv = linear(x, params["kv"], jnp.float32)
+        gate = linear(x, params["gate"], jnp.float32)
         bias = params["position_bias"].astype(jnp.float32)[positions % self.ratio]
         return jnp.concatenate([kv, gate + bias], axis=-1)
 

@@ -14,7 +14,8 @@ from hetero_kv.attention.norm import rms_norm, unit
 from hetero_kv.attention.recurrence import Operands
 from hetero_kv.attention.recurrent import Recurrent
 from hetero_kv.attention.short_conv import ShortConv
-from hetero_kv.params import Params, ParamSpec, ParamTree
+from hetero_kv.linear import linear
+from hetero_kv.params import Params, ParamSpec, ParamTree, matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,17 +57,17 @@ class GatedDelta:
         """qkvz: queries, keys, values and gates; ba: strengths and decays."""
         wide = self.value_heads * self.value_dim
         return {
-            "qkvz": ParamSpec((self.d_model, self.channels + wide)),
-            "ba": ParamSpec((self.d_model, 2 * self.value_heads)),
+            "qkvz": matrix(self.d_model, self.channels + wide),
+            "ba": matrix(self.d_model, 2 * self.value_heads),
             "dt_bias": ParamSpec((self.value_heads,), "zeros", dtype="float32"),
             "a_log": ParamSpec((self.value_heads,), "zeros", dtype="float32"),
             "norm": ParamSpec((self.value_dim,), "ones", dtype="float32"),
-            "o": ParamSpec((wide, self.d_model)),
+            "o": matrix(wide, self.d_model),
         }
 
     def _split(self, params: Params, x: jax.Array) -> list[jax.Array]:
         """What is convolved, and gates."""
-        both = jnp.matmul(x, params["qkvz"])
+        both = linear(x, params["qkvz"])
         if not self.by_key_head:
             return jnp.split(both, [self.channels], axis=-1)
         both = both.reshape(*x.shape[:-1], self.key_heads, -1)
@@ -84,7 +85,7 @@ class GatedDelta:
         q, k, v = jnp.split(mixed, [wide, 2 * wide], axis=-1)
         q, k = (y.reshape(*x.shape[:-1], self.key_heads, -1) for y in (q, k))
         q, k = (jnp.repeat(unit(y), self.each, axis=-2) for y in (q, k))
-        ba = jnp.matmul(x, params["ba"], preferred_element_type=jnp.float32)
+        ba = linear(x, params["ba"], jnp.float32)
         if self.by_key_head:
             ba = ba.reshape(*x.shape[:-1], self.key_heads, 2, self.each).swapaxes(-2, -3)
             ba = ba.reshape(*x.shape[:-1], -1)
@@ -97,7 +98,7 @@ class GatedDelta:
         """See `Form`."""
         gate = self._split(params, x)[1].reshape(out.shape).astype(jnp.float32)
         out = rms_norm(out, params["norm"], self.eps) * jax.nn.silu(gate)
-        return jnp.matmul(out.astype(x.dtype).reshape(*x.shape[:-1], -1), params["o"])
+        return linear(out.astype(x.dtype).reshape(*x.shape[:-1], -1), params["o"])
 
 
 def build(fields: Fields) -> Recurrent:

@@ -14,7 +14,8 @@ from hetero_kv.attention import attend
 from hetero_kv.attention.fields import Fields
 from hetero_kv.attention.norm import rms_norm
 from hetero_kv.attention.rope import Rope, Table, rotate
-from hetero_kv.params import Params, ParamSpec, ParamTree
+from hetero_kv.linear import linear
+from hetero_kv.params import Params, ParamSpec, ParamTree, matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +80,8 @@ class GroupedHeads:
         """Projections, optional biases, optional norms of q and k, optional sinks."""
         wide, narrow = self.heads * self.dim, self.kv_heads * self.dim
         sizes = {"q": 2 * wide if self.gate else wide, "k": narrow, "v": narrow}
-        tree = {name: ParamSpec((self.d_model, size)) for name, size in sizes.items()}
-        tree["o"] = ParamSpec((wide, self.d_model))
+        tree = {name: matrix(self.d_model, size) for name, size in sizes.items()}
+        tree["o"] = matrix(wide, self.d_model)
         if self.bias:
             sizes["o"] = self.d_model
             tree |= {f"{name}_bias": ParamSpec((size,), "zeros") for name, size in sizes.items()}
@@ -94,7 +95,7 @@ class GroupedHeads:
         )
 
     def _linear(self, params: Params, name: str, x: jax.Array) -> jax.Array:
-        y = jnp.matmul(x, params[name])
+        y = linear(x, params[name])
         return y + params[f"{name}_bias"] if self.bias else y
 
     def _queries(self, params: Params, x: jax.Array) -> jax.Array:

@@ -16,7 +16,8 @@ from hetero_kv.attention.entries import EntryPool
 from hetero_kv.attention.rope import Rope, Table, rotate
 from hetero_kv.attention.when import when
 from hetero_kv.kernels.chunk_attention.operands import Chosen
-from hetero_kv.params import Params, ParamSpec, ParamTree
+from hetero_kv.linear import linear
+from hetero_kv.params import Params, ParamTree, matrix
 
 WITH_INDEXER = "there is an indexer: set indexer=True and index_topk >= 1"  # see Fields.idle
 
@@ -117,8 +118,8 @@ class Indexer(Picker):
     def params(self) -> ParamTree:
         """Query projection, per-head weights, and the compressor of index keys."""
         return {
-            "q": ParamSpec((self.d_query, self.heads * self.dim)),
-            "weights": ParamSpec((self.d_model, self.heads)),
+            "q": matrix(self.d_query, self.heads * self.dim),
+            "weights": matrix(self.d_model, self.heads),
             "compressor": self.compressor.params(),
         }
 
@@ -126,9 +127,9 @@ class Indexer(Picker):
         self, params: Params, x: jax.Array, latent: jax.Array, turn: Table
     ) -> tuple[jax.Array, jax.Array]:
         """Rotated index queries [R, S, heads, dim] and weights f32[R, S, heads]."""
-        q = jnp.matmul(latent, params["q"]).reshape(*latent.shape[:-1], self.heads, self.dim)
+        q = linear(latent, params["q"]).reshape(*latent.shape[:-1], self.heads, self.dim)
         q = rotate(q, Table(turn.cos[..., None, :], turn.sin[..., None, :]))
-        weights = jnp.matmul(x, params["weights"], preferred_element_type=jnp.float32)
+        weights = linear(x, params["weights"], jnp.float32)
         return q, weights * (self.heads * self.dim) ** -0.5
 
 

@@ -13,7 +13,8 @@ from hetero_kv.attention.norm import rms_norm, unit
 from hetero_kv.attention.recurrence import Operands
 from hetero_kv.attention.recurrent import Recurrent
 from hetero_kv.attention.short_conv import ShortConv
-from hetero_kv.params import Params, ParamSpec, ParamTree
+from hetero_kv.linear import linear
+from hetero_kv.params import Params, ParamSpec, ParamTree, matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,18 +34,18 @@ class KimiDelta:
     def params(self) -> ParamTree:
         """f: decays, b: strengths, g: the output's gate; a and b: down to `dim`, and up again."""
         d, wide = self.d_model, self.heads * self.dim
-        tree = {name: ParamSpec((d, wide)) for name in "qkv"}
+        tree = {name: matrix(d, wide) for name in "qkv"}
         for name in "fg":
             tree |= {
-                f"{name}_a": ParamSpec((d, self.dim)),
-                f"{name}_b": ParamSpec((self.dim, wide)),
+                f"{name}_a": matrix(d, self.dim),
+                f"{name}_b": matrix(self.dim, wide),
             }
         return tree | {
-            "b": ParamSpec((d, self.heads)),
+            "b": matrix(d, self.heads),
             "dt_bias": ParamSpec((wide,), "zeros", dtype="float32"),
             "a_log": ParamSpec((self.heads,), "zeros", dtype="float32"),
             "norm": ParamSpec((self.dim,), "ones", dtype="float32"),
-            "o": ParamSpec((wide, d)),
+            "o": matrix(wide, d),
         }
 
     def _heads(self, x: jax.Array) -> jax.Array:
@@ -52,22 +53,22 @@ class KimiDelta:
 
     def raw(self, params: Params, x: jax.Array) -> jax.Array:
         """See `Form`."""
-        return jnp.concatenate([jnp.matmul(x, params[name]) for name in "qkv"], axis=-1)
+        return jnp.concatenate([linear(x, params[name]) for name in "qkv"], axis=-1)
 
     def operands(self, params: Params, x: jax.Array, mixed: jax.Array) -> Operands:
         """See `Form`."""
         q, k, v = (self._heads(y) for y in jnp.split(mixed, 3, axis=-1))
-        rate = jnp.matmul(jnp.matmul(x, params["f_a"]), params["f_b"]).astype(jnp.float32)
+        rate = linear(linear(x, params["f_a"]), params["f_b"]).astype(jnp.float32)
         rate = self._heads(jax.nn.softplus(rate + params["dt_bias"]))
         decay = -jnp.exp(params["a_log"])[:, None] * rate
-        beta = jax.nn.sigmoid(jnp.matmul(x, params["b"], preferred_element_type=jnp.float32))
+        beta = jax.nn.sigmoid(linear(x, params["b"], jnp.float32))
         return Operands(unit(q) * self.dim**-0.5, unit(k), v, decay, beta)
 
     def output(self, params: Params, out: jax.Array, x: jax.Array, mixed: jax.Array) -> jax.Array:
         """See `Form`."""
-        gate = jnp.matmul(jnp.matmul(x, params["g_a"]), params["g_b"]).astype(jnp.float32)
+        gate = linear(linear(x, params["g_a"]), params["g_b"]).astype(jnp.float32)
         out = rms_norm(out, params["norm"], self.eps) * jax.nn.sigmoid(self._heads(gate))
-        return jnp.matmul(out.astype(x.dtype).reshape(*x.shape[:-1], -1), params["o"])
+        return linear(out.astype(x.dtype).reshape(*x.shape[:-1], -1), params["o"])
 
 
 def build(fields: Fields) -> Recurrent:

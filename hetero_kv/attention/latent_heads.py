@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from hetero_kv.attention.fields import Fields
 from hetero_kv.attention.norm import rms_norm
 from hetero_kv.attention.rope import Rope, Table, rotate
-from hetero_kv.params import Params, ParamSpec, ParamTree
+from hetero_kv.linear import grouped, linear
+from hetero_kv.params import Params, ParamSpec, ParamTree, matrix
 
 
 class Heads(NamedTuple):
@@ -89,19 +90,19 @@ class LatentHeads:
         wide = self.heads * self.dim
         tree: dict = {}
         if self.q_lora_rank:
-            tree["q_a"] = ParamSpec((self.d_model, self.q_lora_rank))
+            tree["q_a"] = matrix(self.d_model, self.q_lora_rank)
             tree["q_a_norm"] = ParamSpec((self.q_lora_rank,), "ones", dtype="float32")
-            tree["q_b"] = ParamSpec((self.q_lora_rank, wide))
+            tree["q_b"] = matrix(self.q_lora_rank, wide)
         else:
-            tree["q"] = ParamSpec((self.d_model, wide))
+            tree["q"] = matrix(self.d_model, wide)
         if self.own_rows:
-            tree["kv"] = ParamSpec((self.d_model, self.dim))
+            tree["kv"] = matrix(self.d_model, self.dim)
             tree["kv_norm"] = ParamSpec((self.dim,), "ones", dtype="float32")
         if self.o_groups:
-            tree["o_a"] = ParamSpec((self.o_groups, wide // self.o_groups, self.o_lora_rank))
-            tree["o_b"] = ParamSpec((self.o_groups * self.o_lora_rank, self.d_model))
+            tree["o_a"] = matrix(self.o_groups, wide // self.o_groups, self.o_lora_rank)
+            tree["o_b"] = matrix(self.o_groups * self.o_lora_rank, self.d_model)
         else:
-            tree["o"] = ParamSpec((wide, self.d_model))
+            tree["o"] = matrix(wide, self.d_model)
         if self.sinks:
             tree["sinks"] = ParamSpec((self.heads,), "zeros", dtype="float32")
         return tree
@@ -110,13 +111,13 @@ class LatentHeads:
         """Queries and the token's own key-value row of x [R, S, d]."""
         latent = x
         if self.q_lora_rank:
-            latent = rms_norm(jnp.matmul(x, params["q_a"]), params["q_a_norm"], self.eps)
-        q = jnp.matmul(latent, params["q_b" if self.q_lora_rank else "q"])
+            latent = rms_norm(linear(x, params["q_a"]), params["q_a_norm"], self.eps)
+        q = linear(latent, params["q_b" if self.q_lora_rank else "q"])
         q = rms_norm(q.reshape(*x.shape[:-1], self.heads, self.dim), None, self.eps)
         q = rotate(q, Table(turn.cos[..., None, :], turn.sin[..., None, :]))
         kv = None
         if self.own_rows:
-            kv = rms_norm(jnp.matmul(x, params["kv"]), params["kv_norm"], self.eps)
+            kv = rms_norm(linear(x, params["kv"]), params["kv_norm"], self.eps)
             kv = rotate(kv, turn).astype(self.cache_dtype)
         return Heads(q, kv, latent)
 
@@ -127,7 +128,7 @@ class LatentHeads:
         out = rotate(out, turn, inverse=True)
         lead = out.shape[:-2]
         if not self.o_groups:
-            return jnp.matmul(out.reshape(*lead, -1), params["o"])
+            return linear(out.reshape(*lead, -1), params["o"])
         out = out.reshape(*lead, self.o_groups, -1)
-        low = jnp.einsum("rsgx,gxy->rsgy", out, params["o_a"])
-        return jnp.matmul(low.reshape(*lead, -1), params["o_b"])
+        low = grouped(out, params["o_a"])
+        return linear(low.reshape(*lead, -1), params["o_b"])

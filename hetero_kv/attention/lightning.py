@@ -13,7 +13,8 @@ from hetero_kv.attention.fields import Fields
 from hetero_kv.attention.norm import rms_norm
 from hetero_kv.attention.recurrence import Operands
 from hetero_kv.attention.recurrent import Recurrent
-from hetero_kv.params import Params, ParamSpec, ParamTree
+from hetero_kv.linear import linear
+from hetero_kv.params import Params, ParamSpec, ParamTree, matrix
 
 EPS = 1e-6  # of the norm, whatever that of the model is
 
@@ -35,16 +36,16 @@ class Lightning:
         """qkv: by head its query, key and value. slope: s, which is not learned."""
         wide = self.heads * self.dim
         return {
-            "qkv": ParamSpec((self.d_model, 3 * wide)),
-            "gate": ParamSpec((self.d_model, wide)),
+            "qkv": matrix(self.d_model, 3 * wide),
+            "gate": matrix(self.d_model, wide),
             "norm": ParamSpec((wide,), "ones", dtype="float32"),
-            "o": ParamSpec((wide, self.d_model)),
+            "o": matrix(wide, self.d_model),
             "slope": ParamSpec((self.heads,), "slopes", dtype="float32"),
         }
 
     def raw(self, params: Params, x: jax.Array) -> jax.Array:
         """See `Form`."""
-        return jax.nn.silu(jnp.matmul(x, params["qkv"]))
+        return jax.nn.silu(linear(x, params["qkv"]))
 
     def operands(self, params: Params, x: jax.Array, mixed: jax.Array) -> Operands:
         """See `Form`."""
@@ -55,7 +56,7 @@ class Lightning:
     def output(self, params: Params, out: jax.Array, x: jax.Array, mixed: jax.Array) -> jax.Array:
         """See `Form`."""
         out = rms_norm(out.reshape(*x.shape[:-1], -1).astype(x.dtype), params["norm"], EPS)
-        return jnp.matmul(out * jax.nn.sigmoid(jnp.matmul(x, params["gate"])), params["o"])
+        return linear(out * jax.nn.sigmoid(linear(x, params["gate"])), params["o"])
 
 
 def build(fields: Fields) -> Recurrent:

@@ -14,7 +14,8 @@ from hetero_kv.attention.norm import rms_norm
 from hetero_kv.attention.recurrence import Operands
 from hetero_kv.attention.recurrent import Recurrent
 from hetero_kv.attention.short_conv import ShortConv
-from hetero_kv.params import Params, ParamSpec, ParamTree
+from hetero_kv.linear import linear
+from hetero_kv.params import Params, ParamSpec, ParamTree, matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,18 +53,18 @@ class Mamba2:
         """in: the gate, then x, B and C, then steps."""
         per_head = ParamSpec((self.heads,), "zeros", dtype="float32")
         return {
-            "in": ParamSpec((self.d_model, self.inner + self.channels + self.heads)),
+            "in": matrix(self.d_model, self.inner + self.channels + self.heads),
             "dt_bias": per_head,
             "a_log": per_head,
             "skip": ParamSpec((self.heads,), "ones", dtype="float32"),
             "norm": ParamSpec((self.inner,), "ones", dtype="float32"),
-            "o": ParamSpec((self.inner, self.d_model)),
+            "o": matrix(self.inner, self.d_model),
         }
 
     def _split(self, params: Params, x: jax.Array) -> list[jax.Array]:
         """Gate, what is convolved, steps."""
         cuts = [self.inner, self.inner + self.channels]
-        return jnp.split(jnp.matmul(x, params["in"]), cuts, axis=-1)
+        return jnp.split(linear(x, params["in"]), cuts, axis=-1)
 
     def raw(self, params: Params, x: jax.Array) -> jax.Array:
         """See `Form`."""
@@ -90,7 +91,7 @@ class Mamba2:
         out = out.reshape(gate.shape) * jax.nn.silu(gate)
         parts = out.reshape(*gate.shape[:-1], self.groups, -1)
         out = rms_norm(parts, None, self.eps).reshape(gate.shape) * params["norm"]
-        return jnp.matmul(out.astype(x.dtype), params["o"])
+        return linear(out.astype(x.dtype), params["o"])
 
 
 def build(fields: Fields) -> Recurrent:

@@ -23,7 +23,8 @@ from hetero_kv.contract import LayerSpec
 from hetero_kv.kernels.decode_attention.api import decode_attention
 from hetero_kv.kernels.decode_attention.operands import Entries
 from hetero_kv.kernels.indexer.api import select
-from hetero_kv.params import Params, ParamSpec, ParamTree
+from hetero_kv.linear import linear
+from hetero_kv.params import Params, ParamSpec, ParamTree, matrix
 
 EPS = 1e-6  # of the norms of latents (unless `latent_eps` says otherwise) and of index keys
 
@@ -48,11 +49,11 @@ class TokenIndexer(Picker):
     def params(self) -> ParamTree:
         """Projections of queries, keys and weights; the keys' norm."""
         return {
-            "q": ParamSpec((self.d_query, self.heads * self.dim)),
-            "k": ParamSpec((self.d_model, self.dim)),
+            "q": matrix(self.d_query, self.heads * self.dim),
+            "k": matrix(self.d_model, self.dim),
             "k_norm": ParamSpec((self.dim,), "ones", dtype="float32"),
             "k_norm_bias": ParamSpec((self.dim,), "zeros", dtype="float32"),
-            "weights": ParamSpec((self.d_model, self.heads)),
+            "weights": matrix(self.d_model, self.heads),
         }
 
     def _turn(self, x: jax.Array, turn: Table) -> jax.Array:
@@ -63,14 +64,14 @@ class TokenIndexer(Picker):
         self, params: Params, x: jax.Array, latent: jax.Array, turn: Table
     ) -> tuple[jax.Array, jax.Array]:
         """Rotated index queries [R, S, heads, dim] and weights f32[R, S, heads]."""
-        q = jnp.matmul(latent, params["q"]).reshape(*latent.shape[:-1], self.heads, self.dim)
+        q = linear(latent, params["q"]).reshape(*latent.shape[:-1], self.heads, self.dim)
         q = self._turn(q, Table(turn.cos[..., None, :], turn.sin[..., None, :]))
-        weights = jnp.matmul(x, params["weights"], preferred_element_type=jnp.float32)
+        weights = linear(x, params["weights"], jnp.float32)
         return q, weights * (self.heads * self.dim) ** -0.5
 
     def rows(self, params: Params, x: jax.Array, turn: Table) -> jax.Array:
         """Index keys [R, S, dim] of x [R, S, d]."""
-        k = jnp.matmul(x, params["k"])
+        k = linear(x, params["k"])
         k = layer_norm(k, params["k_norm"], params["k_norm_bias"], EPS)
         return self._turn(k, turn).astype(self.keys.dtype)
 
@@ -112,17 +113,17 @@ class Mla:
         """kv_b: [latent, heads * (nope_dim + v_dim)], a head's key and then its value."""
         wide = self.heads * (self.nope_dim + self.shared)
         tree: dict = {
-            "kv_a": ParamSpec((self.d_model, self.latent + self.shared)),
+            "kv_a": matrix(self.d_model, self.latent + self.shared),
             "kv_a_norm": ParamSpec((self.latent,), "ones", dtype="float32"),
             "kv_b": ParamSpec((self.latent, self.heads * (self.nope_dim + self.v_dim))),
-            "o": ParamSpec((self.heads * self.v_dim, self.d_model)),
+            "o": matrix(self.heads * self.v_dim, self.d_model),
         }
         if self.q_latent:
-            tree["q_a"] = ParamSpec((self.d_model, self.q_latent))
+            tree["q_a"] = matrix(self.d_model, self.q_latent)
             tree["q_a_norm"] = ParamSpec((self.q_latent,), "ones", dtype="float32")
-            tree["q_b"] = ParamSpec((self.q_latent, wide))
+            tree["q_b"] = matrix(self.q_latent, wide)
         else:
-            tree["q"] = ParamSpec((self.d_model, wide))
+            tree["q"] = matrix(self.d_model, wide)
         return tree | ({"indexer": self.indexer.params()} if self.indexer else {})
 
     def spec(self) -> LayerSpec:
@@ -136,15 +137,15 @@ class Mla:
         """q [R, S, H, latent + r] absorbed and rotated, rows [R, S, latent + r], query latent."""
         turn, latent = call.tables[self.rope], x
         if self.q_latent:
-            latent = rms_norm(jnp.matmul(x, params["q_a"]), params["q_a_norm"], self.eps)
-        q = jnp.matmul(latent, params["q_b" if self.q_latent else "q"])
+            latent = rms_norm(linear(x, params["q_a"]), params["q_a_norm"], self.eps)
+        q = linear(latent, params["q_b" if self.q_latent else "q"])
         q = q.reshape(*x.shape[:-1], self.heads, -1)
         keys = self._kv_b(params)[..., : self.nope_dim]
         own = jnp.einsum("rshn,lhn->rshl", q[..., : self.nope_dim], keys)
         q = jnp.concatenate([own, q[..., self.nope_dim :]], axis=-1)
         wide = Table(turn.cos[..., None, :], turn.sin[..., None, :])
         q = rotate(q, wide, halves=self.rope.halves)
-        row = jnp.matmul(x, params["kv_a"])
+        row = linear(x, params["kv_a"])
         low = rms_norm(row[..., : self.latent], params["kv_a_norm"], self.eps)
         row = jnp.concatenate([low, row[..., self.latent :]], axis=-1)
         row = rotate(row, turn, halves=self.rope.halves).astype(self.cache.dtype)
@@ -156,7 +157,7 @@ class Mla:
     def _output(self, params: Params, out: jax.Array, x: jax.Array) -> jax.Array:
         low = out[..., : self.latent].astype(x.dtype)
         out = jnp.einsum("rshl,lhv->rshv", low, self._kv_b(params)[..., self.nope_dim :])
-        return jnp.matmul(out.reshape(*x.shape[:-1], -1), params["o"])
+        return linear(out.reshape(*x.shape[:-1], -1), params["o"])
 
     def forward(
         self, params: Params, x: jax.Array, call: Call, train: Train

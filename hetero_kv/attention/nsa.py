@@ -20,7 +20,8 @@ from hetero_kv.attention.nsa_blocks import BlockCompressor, Blocks, closing, tai
 from hetero_kv.attention.rope import Rope, Table, rotate, table
 from hetero_kv.attention.window import WindowBranch
 from hetero_kv.contract import LayerSpec
-from hetero_kv.params import Params, ParamSpec, ParamTree
+from hetero_kv.linear import linear
+from hetero_kv.params import Params, ParamTree, matrix
 
 BRANCHES = ("compress", "select", "window")
 FORCED = 1e30  # importance of blocks that a query always gets
@@ -62,13 +63,13 @@ class Nsa:
         """Queries, keys and values of each branch, the compressors of keys and values, gates."""
         narrow = self.kv_heads * self.dim
         tree: dict = {
-            "q": ParamSpec((self.d_model, self.heads * self.dim)),
-            "o": ParamSpec((self.heads * self.dim, self.d_model)),
-            "gate": ParamSpec((self.d_model, len(BRANCHES) * self.heads)),
+            "q": matrix(self.d_model, self.heads * self.dim),
+            "o": matrix(self.heads * self.dim, self.d_model),
+            "gate": matrix(self.d_model, len(BRANCHES) * self.heads),
             "compress_k": self.compressor.params(),
             "compress_v": self.compressor.params(),
         }
-        return tree | {f"kv_{x}": ParamSpec((self.d_model, 2 * narrow)) for x in BRANCHES}
+        return tree | {f"kv_{x}": matrix(self.d_model, 2 * narrow) for x in BRANCHES}
 
     def spec(self) -> LayerSpec:
         """Compressed blocks with their tail, every token's row, and the window."""
@@ -79,7 +80,7 @@ class Nsa:
     # -- pieces --------------------------------------------------------------------------------
 
     def _query(self, params: Params, x: jax.Array, turn: Table) -> jax.Array:
-        q = jnp.matmul(x, params["q"]).reshape(*x.shape[:-1], self.heads, self.dim)
+        q = linear(x, params["q"]).reshape(*x.shape[:-1], self.heads, self.dim)
         q = self._turn(q, turn)
         return q.reshape(*x.shape[:-1], self.kv_heads, self.heads // self.kv_heads, self.dim)
 
@@ -89,7 +90,7 @@ class Nsa:
 
     def _rows(self, params: Params, x: jax.Array, branch: str, turn: Table | None) -> jax.Array:
         """Keys and then values [R, S, 2 * G * c]; turn: None for raw rows of the compressor."""
-        row = jnp.matmul(x, params[f"kv_{branch}"])
+        row = linear(x, params[f"kv_{branch}"])
         if turn is not None:
             k, v = jnp.split(row, 2, axis=-1)
             k = self._turn(k.reshape(*k.shape[:-1], self.kv_heads, self.dim), turn)
@@ -149,13 +150,13 @@ class Nsa:
         return chosen.reshape(keys.shape[0], columns, self.kv_heads, -1)
 
     def _output(self, params: Params, states: dict[str, attend.State], x: jax.Array) -> jax.Array:
-        gate = jax.nn.sigmoid(jnp.matmul(x, params["gate"], preferred_element_type=jnp.float32))
+        gate = jax.nn.sigmoid(linear(x, params["gate"], jnp.float32))
         gate = gate.reshape(*x.shape[:-1], len(BRANCHES), self.heads)
         total = jnp.zeros((*x.shape[:-1], self.heads, self.dim), jnp.float32)
         for i, branch in enumerate(BRANCHES):
             out = attend.finish(states[branch]).reshape(total.shape)
             total = total + gate[..., i, :, None] * out
-        return jnp.matmul(total.astype(x.dtype).reshape(*x.shape[:-1], -1), params["o"])
+        return linear(total.astype(x.dtype).reshape(*x.shape[:-1], -1), params["o"])
 
     # -- forward, prefill, decode --------------------------------------------------------------
 

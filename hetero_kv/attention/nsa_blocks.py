@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from hetero_kv.attention import ring
 from hetero_kv.contract import Evidence, Leaf, Point
-from hetero_kv.params import Params, ParamSpec, ParamTree
+from hetero_kv.linear import linear
+from hetero_kv.params import Params, ParamSpec, ParamTree, matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +70,8 @@ class BlockCompressor:
         wide = self.blocks.span * self.dim
         return {
             "places": ParamSpec((self.blocks.span, self.dim), "normal", 0.02),
-            "up": ParamSpec((wide, self.hidden)),
-            "down": ParamSpec((self.hidden, self.dim)),
+            "up": matrix(wide, self.hidden),
+            "down": matrix(self.hidden, self.dim),
         }
 
     def pooled(self, params: Params, rows: jax.Array) -> jax.Array:
@@ -79,7 +80,7 @@ class BlockCompressor:
         rows = rows.reshape(*lead, self.blocks.span, self.heads, self.dim)
         rows = jnp.swapaxes(rows + params["places"][:, None], -2, -3)
         flat = rows.reshape(*lead, self.heads, self.blocks.span * self.dim)
-        return jnp.matmul(jax.nn.gelu(jnp.matmul(flat, params["up"])), params["down"])
+        return linear(jax.nn.gelu(linear(flat, params["up"])), params["down"])
 
 
 def tail_leaves(blocks: Blocks, width: int, dtype: str) -> dict[str, Leaf]:

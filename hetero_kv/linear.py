@@ -1,0 +1,111 @@
+"""Products with weights, and the layout of a weight that decoding on a CPU reads fastest."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+COLUMNS = 64  # of a block: what XLA's CPU products take of a matrix at a time
+FEW = 32  # rows up to which blocks are multiplied as they are
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class Blocks:
+    """A weight [*lead, K, N] as blocks of its columns, each in one piece: [*lead, N / n, K, n].
+
+    XLA's product of a few rows with a matrix reorders the matrix first, at every call, and does not
+    share small ones out to cores. With blocks of `COLUMNS` there is nothing to reorder, and they
+    are shared out: 1.3 to 2.8 times as fast at 2 to 8 rows (jax 0.10.2, 2 cores, AVX-512).
+    """
+
+    columns: jax.Array
+
+    @classmethod
+    def of(cls, weight: jax.Array) -> "Blocks":
+        """From a weight whose N is a multiple of `COLUMNS`."""
+        *lead, k, n = weight.shape
+        parts = weight.reshape(*lead, k, n // COLUMNS, COLUMNS)
+        return cls(jnp.moveaxis(parts, -3, -2))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        *lead, blocks, k, n = self.columns.shape
+        return (*lead, k, blocks * n)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the weight."""
+        return self.columns.dtype
+
+    def astype(self, dtype: Any) -> jax.Array:
+        """The weight in one piece and another type."""
+        return self.whole().astype(dtype)
+
+    def whole(self) -> jax.Array:
+        """The weight in one piece: a copy."""
+        return jnp.moveaxis(self.columns, -3, -2).reshape(self.shape)
+
+    def tree_flatten_with_keys(self) -> tuple[list, None]:
+        """The array; its key says how it lies."""
+        return [(jax.tree_util.GetAttrKey("columns"), self.columns)], None
+
+    @classmethod
+    def tree_unflatten(cls, static: None, arrays: Sequence[Any]) -> "Blocks":
+        """The inverse."""
+        return cls(*arrays)
+
+
+def can_block(weight: Any, shape: tuple[int, ...]) -> bool:
+    """Whether blocks help with a weight that was declared with this shape.
+
+    Products of other types reorder nothing, or are not shared out, however the weight lies.
+    """
+    wide = len(shape) >= 2 and shape[-1] % COLUMNS == 0
+    return wide and isinstance(weight, jax.Array) and weight.dtype == jnp.float32
+
+
+def linear(x: jax.Array, weight: jax.Array | Blocks, dtype: Any = None) -> jax.Array:
+    """x [..., K] times weight [K, N] (or both with equal leading axes): [..., N].
+
+    dtype: of the sum and the result, default that of the operands.
+    """
+    if not isinstance(weight, Blocks):
+        return jnp.matmul(x, weight, preferred_element_type=dtype)
+    if math.prod(x.shape[:-1]) > FEW or weight.columns.ndim != 3:
+        return jnp.matmul(x, weight.whole(), preferred_element_type=dtype)
+    rows = x.reshape(1, -1, x.shape[-1])
+    y = _blocks(rows, weight.columns[None], dtype)
+    return y.reshape(*x.shape[:-1], -1)
+
+
+def grouped(x: jax.Array, weight: jax.Array | Blocks) -> jax.Array:
+    """x [..., g, K], each group times its own weight of [g, K, N]: [..., g, N]."""
+    rows = x.reshape(-1, *x.shape[-2:])
+    rows = jnp.moveaxis(rows, -2, 0)
+    if not isinstance(weight, Blocks):
+        y = jnp.matmul(rows, weight)
+    elif rows.shape[1] > FEW:
+        y = jnp.matmul(rows, weight.whole())
+    else:
+        y = _blocks(rows, weight.columns, None)
+    return jnp.moveaxis(y, 0, -2).reshape(*x.shape[:-1], -1)
+
+
+def _blocks(x: jax.Array, columns: jax.Array, dtype: Any) -> jax.Array:
+    """x [g, R, K] times [g, G, K, n]: [g, R, G n]."""
+    (g, rows, k), (_, blocks, _, n) = x.shape, columns.shape
+    if rows == 1:  # one row alone takes another path, which reads a matrix at half the speed
+        x = jnp.concatenate([x, x], axis=1)
+    each = jnp.broadcast_to(x[:, None], (g, blocks, *x.shape[1:]))
+    y = jnp.matmul(
+        each.reshape(g * blocks, -1, k),
+        columns.reshape(g * blocks, k, n),
+        preferred_element_type=dtype,
+    )
+    y = y.reshape(g, blocks, -1, n)[:, :, :rows]
+    return jnp.moveaxis(y, 1, 2).reshape(g, rows, blocks * n)
