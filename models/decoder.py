@@ -80,14 +80,17 @@ class Decoder:
         """Shapes and dtypes of `init`."""
         return self.stack.abstract_params()
 
-    def prepare(self, params: Params) -> Params:
+    def prepare(self, params: Params, blocks: bool | None = None) -> Params:
         """The weights as inference reads them fastest, for every method but training's.
 
-        Experts of layers that are not scanned (`scan_layers=False`) become arrays of their own;
-        everything else is shared with `params`. Results are those of `params` up to rounding, so
-        that a store's identity must be made of the weights in use.
+        In layers that are not scanned (`scan_layers=False`) experts become arrays of their own, and
+        a layer's vectors one array; everything else is shared with `params`. Results are those of
+        `params` up to rounding, so that a store's identity must be made of the weights in use.
+
+        blocks: keep float32 matrices a second time, as steps of up to 8 rows read them fastest
+            (`linear.Blocks`): twice the memory of the weights. Default: on a CPU.
         """
-        return self.stack.prepare(params)
+        return self.stack.prepare(params, blocks)
 
     # -- training ------------------------------------------------------------------------------
 

@@ -118,14 +118,14 @@ class Layer:
                 tree[f"{name}_hc"] = self.hyper.params()
         return tree
 
-    def prepare(self, params: Params, axis: int) -> Params:
+    def prepare(self, params: Params, axis: int, blocks: bool) -> Params:
         """See `Decoder.prepare`; `axis` is the first one of a weight as declared."""
         if isinstance(self.mlp, MoE):
             params = {**params, "mlp": self.mlp.apart(params["mlp"], axis)}
-        return prepared.prepare(self.params(), params, jax.default_backend() == "cpu")
+        return prepared.prepare(self.params(), params, blocks)
 
     def plain(self, params: Params, x: jax.Array) -> Params:
-        """The weights as this layer reads them: none packed but those of experts."""
+        """The weights as this layer reads them: in their places, none packed but experts'."""
         params = prepared.plain(self.params(), params)
         if not leaf.any_packed(params):
             return params

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hetero_kv.linear import Blocks, can_block
 from hetero_kv.params import Params, ParamSpec, ParamTree
@@ -19,8 +20,8 @@ VECTORS = "vectors"
 def prepare(tree: ParamTree, params: Params, blocks: bool) -> Params:
     """Weights `params` of one layer, declared by `tree`; each has a leading axis more.
 
-    All float32 vectors as one array `vectors`, in the order of the tree. blocks: matrices of
-    products as `linear.Blocks` where that helps. Everything else is shared with `params`.
+    All float32 vectors become one array `vectors`, in the order of the tree; with `blocks` matrices
+    of products become `linear.Blocks` where that helps. The rest is shared with `params`.
     """
     if VECTORS in params:
         return params
@@ -53,7 +54,8 @@ def plain(tree: ParamTree, params: Params) -> Params:
 
 
 def _is_vector(spec: ParamSpec, x: Any) -> bool:
-    return len(spec.shape) == 1 and isinstance(x, jax.Array) and x.dtype == jnp.float32
+    array = isinstance(x, jax.Array | np.ndarray)
+    return len(spec.shape) == 1 and array and x.dtype == jnp.float32
 
 
 def _pairs(tree: ParamTree, params: Params) -> Iterator[tuple[ParamSpec, Any]]:

@@ -11,7 +11,7 @@ from hetero_kv.attention import rope
 from hetero_kv.attention.call import Call, Train, View
 from hetero_kv.attention.norm import rms_norm
 from hetero_kv.contract import Segment
-from hetero_kv.linear import linear
+from hetero_kv.linear import Blocks, linear
 from hetero_kv.pages import views
 from hetero_kv.params import Params, ParamSpec, ParamTree, matrix
 from hetero_kv.state import Cache
@@ -90,20 +90,23 @@ class Stack:
         }
         return params
 
-    def prepare(self, params: Params) -> Params:
+    def prepare(self, params: Params, blocks: bool | None = None) -> Params:
         """See `Decoder.prepare`."""
+        self.check(params)
+        if blocks is None:
+            blocks = jax.default_backend() == "cpu"
         segments = dict(params["segments"])
         for s, group in enumerate(self.groups):
             if group.repeats == 1:  # a scan needs its weights in one array
                 weights = segments[str(s)]
                 segments[str(s)] = {
-                    str(i): layer.prepare(weights[str(i)], 1)
+                    str(i): layer.prepare(weights[str(i)], 1, blocks)
                     for i, layer in enumerate(group.layers)
                 }
-        own = {"segments": segments}
-        if jax.default_backend() == "cpu" and "head" in params:
-            own["head"] = prepared.blocked(self._top_params()["head"], params["head"])
-        return {**params, **own}
+        new = {**params, "segments": segments}
+        if blocks and not self.tied:
+            new["head"] = prepared.blocked(self._top_params()["head"], params["head"])
+        return new
 
     def cache_segments(self) -> tuple[Segment, ...]:
         """The cached leaves of every group."""
@@ -124,11 +127,17 @@ class Stack:
         """Made once: an eager `forward` asks at every call."""
         return self.abstract_params()
 
+    @functools.cached_property
+    def _prepared(self) -> list[Params]:
+        """The same after `prepare`."""
+        each = (functools.partial(self.prepare, blocks=x) for x in (True, False))
+        return [jax.eval_shape(prepare, self._wanted) for prepare in each]
+
     def check(self, params: Params) -> None:
         """Raises ValueError unless these are weights of this model, prepared or not."""
         params = leaf.logical(params)
         wrong = params_lib.difference(params, self._wanted)
-        if wrong and params_lib.difference(params, jax.eval_shape(self.prepare, self._wanted)):
+        if wrong and all(params_lib.difference(params, x) for x in self._prepared):
             raise ValueError(f"the weights are not of this model: {wrong}")
 
     def _embed(self, params: Params, tokens: jax.Array) -> jax.Array:
@@ -147,7 +156,7 @@ class Stack:
         x = rms_norm(x, params["norm"], self.eps)
         head = params["embed"].T if self.tied else params["head"]
         if head.dtype != x.dtype:
-            head = head.astype(x.dtype)
+            head = (head.whole if isinstance(head, Blocks) else head).astype(x.dtype)
         logits = linear(x, head, jnp.float32)
         return self.softcap * jnp.tanh(logits / self.softcap) if self.softcap else logits
 

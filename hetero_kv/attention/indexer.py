@@ -63,8 +63,9 @@ class Picker:
         )
         low, cut = when(
             jnp.max(visible) > self.topk,
-            lambda: selection.thresholds(order, self.topk, tiles, size),
+            lambda order: selection.thresholds(order, self.topk, tiles, size),
             everything,
+            order,
         )
         return order, low, cut
 

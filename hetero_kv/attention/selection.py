@@ -63,20 +63,20 @@ def thresholds(keys: jax.Array, k: int, tiles: jax.Array, size: int) -> tuple[ja
     equal = _count(keys, tiles, size, lambda u, _: u == low[..., None])
     spare = k - above
 
-    def lower_cut(b: jax.Array, cut: jax.Array) -> jax.Array:
-        trial = cut + (jnp.int32(1) << (bits - 1 - b))
-        ties = _count(
-            keys, tiles, size, lambda u, i: (u == low[..., None]) & (i < trial[..., None])
-        )
-        return jnp.where(ties <= spare, trial, cut)
-
     bits = keys.shape[2].bit_length()
+
+    def settle(keys: jax.Array, low: jax.Array, spare: jax.Array) -> jax.Array:
+        def lower_cut(b: jax.Array, cut: jax.Array) -> jax.Array:
+            trial = cut + (jnp.int32(1) << (bits - 1 - b))
+            ties = _count(
+                keys, tiles, size, lambda u, i: (u == low[..., None]) & (i < trial[..., None])
+            )
+            return jnp.where(ties <= spare, trial, cut)
+
+        return jax.lax.fori_loop(0, bits, lower_cut, jnp.zeros(low.shape, jnp.int32))
+
     everything = jnp.full(low.shape, keys.shape[2], jnp.int32)
-    cut = when(
-        jnp.any((equal > spare) & (low != HIDDEN)),
-        lambda: jax.lax.fori_loop(0, bits, lower_cut, jnp.zeros(low.shape, jnp.int32)),
-        everything,
-    )
+    cut = when(jnp.any((equal > spare) & (low != HIDDEN)), settle, everything, keys, low, spare)
     return low, cut
 
 

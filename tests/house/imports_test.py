@@ -11,7 +11,7 @@ from tests.house.import_graph import Source
 # Modules and packages of hetero_kv, earliest first: each may import from its own row and the rows
 # above. A new one is added here first.
 LAYERS = (
-    ("arguments", "contract", "packing", "params", "metrics", "tensors"),
+    ("arguments", "contract", "linear", "packing", "params", "metrics", "tensors"),
     ("state",),
     ("attention", "kernels", "pages", "validate", "snapshot", "bundle_files"),
     ("prefix", "accounting", "requests", "guard", "options"),

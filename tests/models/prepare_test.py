@@ -1,34 +1,94 @@
 """Prepared weights compute what the plain ones do; scanned layers keep theirs in one array."""
 
+from collections.abc import Iterator
+
 import jax
 import numpy as np
+import pytest
 
 import models
-from tests.models import tiny
+from hetero_kv import linear
+from hetero_kv.linear import Blocks
+from models.decoder import Decoder
+from tests.models import families, tiny
+from tests.models.weights import random_params
 
 
-def test_prepared_weights_give_the_same_logits() -> None:
+@pytest.fixture
+def narrow_blocks(monkeypatch) -> Iterator[None]:
+    """Blocks that matrices of small models have some of."""
+    monkeypatch.setattr(linear, "COLUMNS", 2)
+    yield
+
+
+def _apart(name: str) -> Decoder:
+    """A small model whose layers are not scanned."""
+    return models.build(tiny.model(name)[0].config.replace(scan_layers=False))
+
+
+def _compare(model: Decoder, sizes: tuple[int, ...]) -> None:
+    """Logits of calls of so many tokens, and of a step, with prepared weights and with plain ones."""
+    params = random_params(model, 3)
+    prepared = model.prepare(params, blocks=True)
+    leaves = jax.tree.leaves(prepared, is_leaf=lambda x: isinstance(x, Blocks))
+    assert sum(isinstance(x, Blocks) for x in leaves) > len(model.config.layer_types)
+    tokens = tiny.tokens() % model.config.vocab_size
+    caches = [model.init_cache(tiny.ROWS, tiny.CAPACITY) for _ in range(2)]
+    start = 0
+    for size in sizes:
+        part, got = tokens[:, start : start + size], []
+        for i, weights in enumerate((prepared, params)):
+            logits, caches[i] = model.prefill(weights, part, caches[i])
+            got.append(logits)
+        np.testing.assert_allclose(*got, atol=1e-4, rtol=0)
+        start += size
+    steps = [
+        model.decode_step(x, tokens[:, start], c)[0]
+        for x, c in zip((prepared, params), caches, strict=True)
+    ]
+    np.testing.assert_allclose(*steps, atol=1e-4, rtol=0)
+
+
+def test_prepared_weights_give_the_same_logits(narrow_blocks) -> None:
     config = tiny.model("v4")[0].config.replace(
-        layer_types=("swa",), mlp_types=("moe",), hc_streams=0
+        layer_types=("csa",), mlp_types=("moe",), hc_streams=2, scan_layers=False
     )
-    apart = models.build(config.replace(scan_layers=False))
-    params = apart.init(jax.random.key(0))
-    prepared = apart.prepare(params)
-    tokens = tiny.tokens()[:, :21]
+    _compare(models.build(config), (4,))
 
-    def run(weights) -> tuple[np.ndarray, np.ndarray]:
-        logits, cache = apart.prefill(weights, tokens, apart.init_cache(tiny.ROWS, tiny.CAPACITY))
-        step, _ = apart.decode_step(weights, tokens[:, 0], cache)
-        return np.asarray(logits), np.asarray(step)
 
-    for found, want in zip(run(prepared), run(params), strict=True):
-        np.testing.assert_allclose(found, want, atol=3e-5, rtol=0)
-    assert any(isinstance(x["0"]["mlp"]["down"], tuple) for x in prepared["segments"].values())
-    # Nothing but the experts is copied.
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["v4", "full_mixed", *families.every()])
+def test_those_of_every_mechanism(name: str, narrow_blocks) -> None:
+    _compare(_apart(name), (16, 3))
+
+
+def test_experts_and_vectors() -> None:
+    model = _apart("v4")
+    params = random_params(model, 3)
+    prepared = model.prepare(params, blocks=False)
+    layers = [x["0"] for x in prepared["segments"].values()]
+    assert all(isinstance(x["mlp"]["down"], tuple) for x in layers)
+    assert all(x["vectors"].ndim == 2 and "attn_norm" not in x for x in layers)
+    # Nothing else is copied.
     assert prepared["embed"] is params["embed"]
-    assert jax.tree.structure(apart.prepare(prepared)) == jax.tree.structure(prepared)
-    repeated = config.replace(layer_types=("swa",) * 3, mlp_types=("moe",) * 3, scan_layers=True)
-    scanned = models.build(repeated)
+    assert layers[0]["attn"]["q_b"] is params["segments"]["0"]["0"]["attn"]["q_b"]
+    again = model.prepare(prepared, blocks=False)
+    assert jax.tree.structure(again) == jax.tree.structure(prepared)
+
+
+def test_scanned_layers_keep_theirs_in_one_array() -> None:
+    config = tiny.model("v4")[0].config.replace(
+        layer_types=("swa",) * 3, mlp_types=("moe",) * 3, hc_streams=0, scan_layers=True
+    )
+    scanned = models.build(config)
     weights = scanned.init(jax.random.key(0))
     same = jax.tree.map(lambda a, b: a is b, weights, scanned.prepare(weights))
     assert all(jax.tree.leaves(same))
+
+
+def test_weights_of_another_model_are_refused() -> None:
+    model = _apart("v4")
+    params = random_params(model, 3)
+    del params["segments"]["1"]["0"]["attn_norm"]
+    with pytest.raises(ValueError, match=r"attn_norm.*nothing"):
+        model.prepare(params)

@@ -131,7 +131,7 @@ def close_one(how: Pooling, norm: jax.Array, tail: jax.Array, position: jax.Arra
     closes = (position + 1) % how.ratio == 0
     index = position // how.ratio
 
-    def work() -> jax.Array:
+    def work(tail: jax.Array, index: jax.Array) -> jax.Array:
         halves = tail.reshape(tail.shape[0], -1, how.ratio, tail.shape[2])
         current, previous = halves[:, 0], halves[:, -1]
         if how.overlap:
@@ -141,7 +141,7 @@ def close_one(how: Pooling, norm: jax.Array, tail: jax.Array, position: jax.Arra
         return entry(how, norm, pool(how, current, previous, index), index)
 
     nothing = jnp.zeros((tail.shape[0], how.width), how.dtype)
-    return when(jnp.any(closes), work, nothing)
+    return when(jnp.any(closes), work, nothing, tail, index)
 
 
 def store(
