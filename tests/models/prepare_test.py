@@ -27,7 +27,7 @@ def _apart(name: str) -> Decoder:
 
 
 def _compare(model: Decoder, sizes: tuple[int, ...]) -> None:
-    """Logits of calls of so many tokens, and of a step, with prepared weights and with plain ones."""
+    """Logits of calls of so many tokens, and of a step, with prepared and with plain weights."""
     params = random_params(model, 3)
     prepared = model.prepare(params, blocks=True)
     leaves = jax.tree.leaves(prepared, is_leaf=lambda x: isinstance(x, Blocks))
