@@ -10,46 +10,48 @@ import jax.numpy as jnp
 import numpy as np
 
 COLUMNS = 64  # of a block: what XLA's CPU products take of a matrix at a time
-FEW = 8  # rows up to which blocks are read
+FEW = 8  # rows up to which blocks are faster than the matrix
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
 class Blocks:
-    """A weight [*lead, K, N] as it is, and once more as blocks of its columns.
+    """A weight [*lead, K, N] as blocks of its columns.
 
     XLA's product of a few rows with a matrix reorders the matrix first, at every call, and does not
     share small ones out to cores. With blocks of `COLUMNS` there is nothing to reorder, and they
-    are shared out: 1.2 to 2.8 times as fast at 1 to 8 rows (jax 0.10.2, 2 cores, AVX-512). Many
-    rows are faster with the matrix.
+    are shared out: 1.2 to 2.8 times as fast at 1 to 8 rows (jax 0.10.2, 2 cores, AVX-512).
 
     columns: [*lead, N / n, K, n], each block in one piece.
     """
 
-    whole: jax.Array
     columns: jax.Array
 
     @classmethod
     def of(cls, weight: jax.Array) -> "Blocks":
-        """From a weight whose N is a multiple of `COLUMNS`; the weight itself is shared."""
+        """From a weight whose N is a multiple of `COLUMNS`."""
         *lead, k, n = weight.shape
         parts = weight.reshape(*lead, k, n // COLUMNS, COLUMNS)
-        return cls(weight, jnp.moveaxis(parts, -3, -2))
+        return cls(jnp.moveaxis(parts, -3, -2))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the weight."""
-        return self.whole.shape
+        *lead, blocks, k, n = self.columns.shape
+        return (*lead, k, blocks * n)
 
     @property
     def dtype(self) -> jnp.dtype:
         """Of the weight."""
-        return self.whole.dtype
+        return self.columns.dtype
+
+    def whole(self) -> jax.Array:
+        """The weight in one piece, a copy."""
+        return jnp.moveaxis(self.columns, -3, -2).reshape(self.shape)
 
     def tree_flatten_with_keys(self) -> tuple[list, None]:
-        """Both arrays."""
-        key = jax.tree_util.GetAttrKey
-        return [(key("whole"), self.whole), (key("columns"), self.columns)], None
+        """The array."""
+        return [(jax.tree_util.GetAttrKey("columns"), self.columns)], None
 
     @classmethod
     def tree_unflatten(cls, static: None, arrays: Sequence[Any]) -> "Blocks":
@@ -74,7 +76,7 @@ def linear(x: jax.Array, weight: jax.Array | Blocks, dtype: Any = None) -> jax.A
     if not isinstance(weight, Blocks):
         return jnp.matmul(x, weight, preferred_element_type=dtype)
     if math.prod(x.shape[:-1]) > FEW or weight.columns.ndim != 3:
-        return jnp.matmul(x, weight.whole, preferred_element_type=dtype)
+        return jnp.matmul(x, weight.whole(), preferred_element_type=dtype)
     rows = x.reshape(1, -1, x.shape[-1])
     y = _blocks(rows, weight.columns[None], dtype)
     return y.reshape(*x.shape[:-1], -1)
@@ -87,7 +89,7 @@ def grouped(x: jax.Array, weight: jax.Array | Blocks) -> jax.Array:
     if not isinstance(weight, Blocks):
         y = jnp.matmul(rows, weight)
     elif rows.shape[1] > FEW:
-        y = jnp.matmul(rows, weight.whole)
+        y = jnp.matmul(rows, weight.whole())
     else:
         y = _blocks(rows, weight.columns, None)
     return jnp.moveaxis(y, 0, -2).reshape(*x.shape[:-1], -1)

@@ -44,6 +44,9 @@ _OF_PAGES = validate.GENERATION | validate.OWNER | validate.MISSING
 class Program(Protocol):
     """The traceable inside of a model, see `models.stack.Stack`."""
 
+    def weights(self, params: Params, rows: int) -> Params:
+        """The weights that a call of so many rows reads; `call` and `step` pick them as well."""
+
     def call(
         self,
         params: Params,
@@ -277,7 +280,7 @@ class Rows:
         part = np.zeros((1, columns), np.int32)
         part[0, :count] = tokens[start : start + count]
         return self._prefill(
-            params,
+            self.model.stack.weights(params, columns),
             cache,
             self._row(cache, row),
             part,
@@ -296,6 +299,7 @@ class Rows:
 
     def decode(self, params: Params, cache: Cache, ask: Ask, steps: int) -> tuple[Told, Cache]:
         """Up to `steps` <= burst decode steps of all rows that have a budget."""
+        params = self.model.stack.weights(params, cache.batch)
         return self._decode(params, cache, ask, np.int32(min(steps, self.burst)))
 
     def verify(self, params: Params, cache: Cache, ask: Ask) -> tuple[Told, Cache]:
@@ -303,6 +307,7 @@ class Rows:
 
         Of a row that is asked for as many tokens as `ask.budget`, as many run as are accepted.
         """
+        params = self.model.stack.weights(params, cache.batch * (ask.forced.shape[1] + 1))
         return self._verify(params, cache, ask)
 
     def differ(self, one: Cache, two: Cache, floor: float = 0.0) -> list[Difference]:

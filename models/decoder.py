@@ -22,6 +22,7 @@ from models import checked, pieces, schedule, speculative
 from models.checks import check_config, check_names, check_tokens
 from models.config import DecoderConfig
 from models.layers import layer
+from models.prepared import Prepared
 from models.sampling import Sampler
 from models.stack import Group, Stack
 
@@ -80,15 +81,15 @@ class Decoder:
         """Shapes and dtypes of `init`."""
         return self.stack.abstract_params()
 
-    def prepare(self, params: Params, blocks: bool | None = None) -> Params:
+    def prepare(self, params: Params, blocks: bool | None = None) -> Params | Prepared:
         """The weights as inference reads them fastest, for every method but training's.
 
         In layers that are not scanned (`scan_layers=False`) experts become arrays of their own, and
         a layer's vectors one array; everything else is shared with `params`. Results are those of
         `params` up to rounding, so that a store's identity must be made of the weights in use.
 
-        blocks: keep float32 matrices a second time, as steps of up to 8 rows read them fastest
-            (`linear.Blocks`): twice the memory of the weights. Default: on a CPU.
+        blocks: have float32 matrices a second time, as calls of `linear.FEW` rows or fewer read
+            them fastest (`linear.Blocks`): twice the memory of the weights. Default: on a CPU.
         """
         return self.stack.prepare(params, blocks)
 
@@ -141,6 +142,10 @@ class Decoder:
     def _call(self):
         return jax.jit(self.stack.call, static_argnames=("logits",), donate_argnames=("cache",))
 
+    def _wide(self, params: Params, cache: Cache) -> Params:
+        """The weights that prefill calls read, whatever their size."""
+        return self.stack.weights(params, cache.batch * self.call_sizes[0])
+
     @functools.cached_property
     def _step(self):
         return jax.jit(self.stack.step, donate_argnames=("cache",))
@@ -164,7 +169,7 @@ class Decoder:
         such a row is refused: it does not move).
         """
         check_tokens(tokens, (cache.batch, None), self.config.vocab_size)
-        run = functools.partial(self._call, params, replay=False)
+        run = functools.partial(self._call, self._wide(params, cache), replay=False)
         return pieces.drive(
             run, tokens, valid, cache, self.cache_spec.chunk, self.call_sizes, logits
         )
@@ -182,7 +187,7 @@ class Decoder:
         either, and its logits are NaN.
         """
         check_tokens(token, (cache.batch,), self.config.vocab_size)
-        return self._step(params, token, cache, active)
+        return self._step(self.stack.weights(params, cache.batch), token, cache, active)
 
     @functools.cached_property
     def _checked(self) -> checked.Checked:
@@ -204,6 +209,7 @@ class Decoder:
         ok for rows that are not active.
         """
         check_tokens(token, (cache.batch,), self.config.vocab_size)
+        params = self.stack.weights(params, cache.batch)
         return self._checked.step(params, token, cache, expected, active)
 
     def checked_prefill(
@@ -223,7 +229,7 @@ class Decoder:
         check_tokens(tokens, (cache.batch, None), self.config.vocab_size)
         if any(isinstance(x, jax.core.Tracer) for x in (tokens, cache.length)):
             raise ValueError("checked_prefill plans its calls on the host: do not trace it")
-        run = self._checked.run(params, expected, cache)
+        run = self._checked.run(self._wide(params, cache), expected, cache)
         chunk, sizes = self.cache_spec.chunk, self.call_sizes
         out, cache = pieces.drive(run, tokens, valid, cache, chunk, sizes, logits, False)
         return out, cache, run.verdict
@@ -267,6 +273,7 @@ class Decoder:
                 )
             views.check_suffices(cache, np.where(np.asarray(moves), steps, 0))
         key = jax.random.key(0) if key is None else key
+        params = self.stack.weights(params, cache.batch)
         return self._many(params, token, cache, key, active, steps, sampler or Sampler())
 
     @functools.cached_property
@@ -337,6 +344,8 @@ class Decoder:
         first = jnp.where(rows, start, 0).astype(jnp.int32)
         valid = np.where(rows, stop - start, 0)
         part = np.asarray(tokens)[:, start:stop]
+
+        params = self._wide(params, cache)
 
         def run(tokens, count, cache, _, logits):
             return self._call(params, tokens, count, cache, first, logits=logits, replay=True)

@@ -118,11 +118,11 @@ class Layer:
                 tree[f"{name}_hc"] = self.hyper.params()
         return tree
 
-    def prepare(self, params: Params, axis: int, blocks: bool) -> Params:
+    def prepare(self, params: Params, axis: int) -> Params:
         """See `Decoder.prepare`; `axis` is the first one of a weight as declared."""
         if isinstance(self.mlp, MoE):
             params = {**params, "mlp": self.mlp.apart(params["mlp"], axis)}
-        return prepared.prepare(self.params(), params, blocks)
+        return prepared.prepare(self.params(), params)
 
     def plain(self, params: Params, x: jax.Array) -> Params:
         """The weights as this layer reads them: in their places, none packed but experts'."""

@@ -17,6 +17,7 @@ from hetero_kv.params import Params, ParamSpec, ParamTree, matrix
 from hetero_kv.state import Cache
 from models import prepared
 from models.layers import Layer
+from models.prepared import Prepared
 from models.quantised import leaf
 
 
@@ -90,23 +91,28 @@ class Stack:
         }
         return params
 
-    def prepare(self, params: Params, blocks: bool | None = None) -> Params:
+    def prepare(self, params: Params, blocks: bool | None = None) -> Params | Prepared:
         """See `Decoder.prepare`."""
         self.check(params)
-        if blocks is None:
-            blocks = jax.default_backend() == "cpu"
-        segments = dict(params["segments"])
+        if isinstance(params, Prepared):
+            return params
+        segments, unscanned = dict(params["segments"]), {}
         for s, group in enumerate(self.groups):
             if group.repeats == 1:  # a scan needs its weights in one array
                 weights = segments[str(s)]
                 segments[str(s)] = {
-                    str(i): layer.prepare(weights[str(i)], 1, blocks)
+                    str(i): layer.prepare(weights[str(i)], 1)
                     for i, layer in enumerate(group.layers)
                 }
-        new = {**params, "segments": segments}
-        if blocks and not self.tied:
-            new["head"] = prepared.blocked(self._top_params()["head"], params["head"])
-        return new
+                unscanned[str(s)] = self.param_specs()["segments"][str(s)]
+        many = {**params, "segments": segments}
+        if not (jax.default_backend() == "cpu" if blocks is None else blocks):
+            return many
+        return Prepared(prepared.blocked({**self._top_params(), "segments": unscanned}, many), many)
+
+    def weights(self, params: Params | Prepared, rows: int) -> Params:
+        """What a call of so many rows reads: picked before the call, it is given fewer arrays."""
+        return prepared.for_rows(params, rows)
 
     def cache_segments(self) -> tuple[Segment, ...]:
         """The cached leaves of every group."""
@@ -128,13 +134,16 @@ class Stack:
         return self.abstract_params()
 
     @functools.cached_property
-    def _prepared(self) -> list[Params]:
+    def _prepared(self) -> tuple[Params, Params]:
         """The same after `prepare`."""
-        each = (functools.partial(self.prepare, blocks=x) for x in (True, False))
-        return [jax.eval_shape(prepare, self._wanted) for prepare in each]
+        made = jax.eval_shape(functools.partial(self.prepare, blocks=True), self._wanted)
+        return made.few, made.many
 
     def check(self, params: Params) -> None:
         """Raises ValueError unless these are weights of this model, prepared or not."""
+        if isinstance(params, Prepared):
+            self.check(params.few)
+            params = params.many
         params = leaf.logical(params)
         wrong = params_lib.difference(params, self._wanted)
         if wrong and all(params_lib.difference(params, x) for x in self._prepared):
@@ -156,7 +165,7 @@ class Stack:
         x = rms_norm(x, params["norm"], self.eps)
         head = params["embed"].T if self.tied else params["head"]
         if head.dtype != x.dtype:
-            head = (head.whole if isinstance(head, Blocks) else head).astype(x.dtype)
+            head = (head.whole() if isinstance(head, Blocks) else head).astype(x.dtype)
         logits = linear(x, head, jnp.float32)
         return self.softcap * jnp.tanh(logits / self.softcap) if self.softcap else logits
 
@@ -169,6 +178,7 @@ class Stack:
 
         "indexer_kl" is the mean over layers with an indexer; the others are lists.
         """
+        params = self.weights(params, tokens.size)
         batch, length = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
         zero = jnp.zeros(batch, jnp.int32)
@@ -257,7 +267,7 @@ class Stack:
         "none" → f32[R, 0]. first: window rows of earlier positions are absent (replay). verified:
         the caller has seen to it that the pages of rows that run suffice.
         """
-        start = cache.length
+        params, start = self.weights(params, tokens.size), cache.length
         fits = start + count <= cache.capacity
         if cache.pages is not None and not verified:
             first_new = jnp.where(replay, start + count, start)  # a replay writes no History
@@ -296,7 +306,7 @@ class Stack:
         cache is full, or whose pages do not suffice: its logits are NaN (fail closed). verified: as
         in `call`.
         """
-        start = cache.length
+        params, start = self.weights(params, token.size), cache.length
         fits = start < cache.capacity
         if cache.pages is not None and not verified:
             fits &= views.suffices(cache, start, start + 1)

@@ -9,6 +9,7 @@ import pytest
 import models
 from hetero_kv import linear
 from hetero_kv.linear import Blocks
+from hetero_kv.params import Params
 from models.decoder import Decoder
 from tests.models import families, tiny
 from tests.models.weights import random_params
@@ -26,12 +27,16 @@ def _apart(name: str) -> Decoder:
     return models.build(tiny.model(name)[0].config.replace(scan_layers=False))
 
 
+def _blocks(params: Params) -> list[Blocks]:
+    leaves = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, Blocks))
+    return [x for x in leaves if isinstance(x, Blocks)]
+
+
 def _compare(model: Decoder, sizes: tuple[int, ...]) -> None:
     """Logits of calls of so many tokens, and of a step, with prepared and with plain weights."""
     params = random_params(model, 3)
     prepared = model.prepare(params, blocks=True)
-    leaves = jax.tree.leaves(prepared, is_leaf=lambda x: isinstance(x, Blocks))
-    assert sum(isinstance(x, Blocks) for x in leaves) > len(model.config.layer_types)
+    assert len(_blocks(prepared.few)) > len(model.config.layer_types) and not _blocks(prepared.many)
     tokens = tiny.tokens() % model.config.vocab_size
     caches = [model.init_cache(tiny.ROWS, tiny.CAPACITY) for _ in range(2)]
     start = 0
@@ -74,6 +79,9 @@ def test_experts_and_vectors() -> None:
     assert layers[0]["attn"]["q_b"] is params["segments"]["0"]["0"]["attn"]["q_b"]
     again = model.prepare(prepared, blocks=False)
     assert jax.tree.structure(again) == jax.tree.structure(prepared)
+    twice = model.prepare(params, blocks=True)
+    assert twice.few["embed"] is twice.many["embed"] is params["embed"]
+    assert model.prepare(twice) is twice
 
 
 def test_scanned_layers_keep_theirs_in_one_array() -> None:
