@@ -59,6 +59,16 @@ class Blocks:
         return cls(*arrays)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """Some columns of a weight, `start` and `size` in blocks; of products with the whole one is
+    made, since XLA finds that they are the same."""
+
+    joined: Blocks
+    start: int
+    size: int
+
+
 def can_block(weight: Any, shape: tuple[int, ...]) -> bool:
     """Whether blocks help with a weight that was declared with this shape.
 
@@ -68,11 +78,15 @@ def can_block(weight: Any, shape: tuple[int, ...]) -> bool:
     return wide and isinstance(weight, jax.Array | np.ndarray) and weight.dtype == jnp.float32
 
 
-def linear(x: jax.Array, weight: jax.Array | Blocks, dtype: Any = None) -> jax.Array:
+def linear(x: jax.Array, weight: jax.Array | Blocks | Part, dtype: Any = None) -> jax.Array:
     """x [..., K] times weight [K, N] (or both with equal leading axes): [..., N].
 
     dtype: of the sum and the result, default that of the operands.
     """
+    if isinstance(weight, Part):
+        first, n = weight.start, weight.joined.columns.shape[-1]
+        both = linear(x, weight.joined)
+        return both[..., first * n : (first + weight.size) * n].astype(dtype or both.dtype)
     if not isinstance(weight, Blocks):
         return jnp.matmul(x, weight, preferred_element_type=dtype)
     if math.prod(x.shape[:-1]) > FEW or weight.columns.ndim != 3:

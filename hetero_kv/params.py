@@ -25,6 +25,8 @@ class ParamSpec:
         integers below `scale`.
     axes: one logical name per axis, for sharding rules.
     product: only ever read by `linear.linear` or `linear.grouped`, so that it may lie as they like.
+    reads: a name for what it is multiplied with: weights of a layer's attention that have the same
+        name are multiplied with the same array, so that they may lie side by side. "": its own.
     """
 
     shape: tuple[int, ...]
@@ -33,6 +35,7 @@ class ParamSpec:
     dtype: str = ""  # "": the model's param_dtype
     axes: tuple[str | None, ...] = ()
     product: bool = False
+    reads: str = ""
 
     def __post_init__(self):
         if self.init not in INITS:
@@ -59,9 +62,9 @@ class ParamSpec:
         return (std * jax.random.normal(key, self.shape, jnp.float32)).astype(dtype)
 
 
-def matrix(*shape: int) -> ParamSpec:
+def matrix(*shape: int, reads: str = "") -> ParamSpec:
     """A weight [..., in, out] of products alone."""
-    return ParamSpec(shape, product=True)
+    return ParamSpec(shape, product=True, reads=reads)
 
 
 def slopes(heads: int) -> np.ndarray:

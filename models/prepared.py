@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetero_kv.linear import FEW, Blocks, can_block
+from hetero_kv.linear import FEW, Blocks, Part, can_block
 from hetero_kv.params import Params, ParamSpec, ParamTree
 
 VECTORS = "vectors"
+JOINED = "joined"
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -69,27 +70,65 @@ def blocked(tree: ParamTree, params: Params) -> Params:
     return new
 
 
+def few(tree: ParamTree, params: Params) -> Params:
+    """Prepared weights of one layer for few rows: in blocks where that helps.
+
+    Of its attention's, blocks of weights that read the same become one array of `joined`.
+    """
+    params = blocked(tree, params)
+    return {**params, "attn": _joined(tree["attn"], params["attn"])}
+
+
+def _joined(tree: ParamTree, params: Params) -> Params:
+    names: dict[str, list[jax.Array]] = {}
+    left = _unjoined(tree, params, names)
+    joined = {x: Blocks(jnp.concatenate(each, axis=-3)) for x, each in names.items()}
+    return {**left, JOINED: joined} if joined else params
+
+
+def _unjoined(tree: ParamTree, params: Params, names: dict[str, list[jax.Array]]) -> Params:
+    """What is left of the weights, after the blocks of others were added to `names`."""
+    left = {}
+    for name, spec in tree.items():
+        x = params.get(name)
+        if name not in params:
+            continue
+        if not isinstance(spec, ParamSpec):
+            left[name] = _unjoined(spec, x, names)
+        elif spec.reads and isinstance(x, Blocks):
+            names.setdefault(spec.reads, []).append(x.columns)
+        else:
+            left[name] = x
+    return left
+
+
 def plain(tree: ParamTree, params: Params) -> Params:
-    """The weights with their vectors in their places, without the leading axis."""
+    """The weights of a layer with all in their places, without the leading axis."""
     if VECTORS not in params:
         return params
-    whole, start = params[VECTORS], 0
+    whole, joined = params[VECTORS], params.get("attn", {}).get(JOINED, {})
+    start = dict.fromkeys((VECTORS, *joined), 0)
+
+    def taken(spec: ParamSpec) -> jax.Array | Part:
+        kind = spec.reads if spec.reads in joined else VECTORS
+        first, size = start[kind], spec.shape[-1]
+        if kind == VECTORS:
+            start[kind] += size
+            return whole[first : first + size]
+        size //= joined[kind].columns.shape[-1]
+        start[kind] += size
+        return Part(joined[kind], first, size)
 
     def fill(tree: ParamTree, held: Params) -> Params:
-        nonlocal start
-        new = dict(held)
+        new = {}
         for name, spec in tree.items():
             if not isinstance(spec, ParamSpec):
                 new[name] = fill(spec, held.get(name, {}))
-            elif name not in held:
-                (size,) = spec.shape
-                new[name] = whole[start : start + size]
-                start += size
+            else:
+                new[name] = held[name] if name in held else taken(spec)
         return new
 
-    new = fill(tree, params)
-    del new[VECTORS]
-    return new
+    return fill(tree, params)
 
 
 def _is_vector(spec: ParamSpec, x: Any) -> bool:

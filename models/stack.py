@@ -96,7 +96,9 @@ class Stack:
         self.check(params)
         if isinstance(params, Prepared):
             return params
-        segments, unscanned = dict(params["segments"]), {}
+        if blocks is None:
+            blocks = jax.default_backend() == "cpu"
+        segments, few = dict(params["segments"]), dict(params["segments"])
         for s, group in enumerate(self.groups):
             if group.repeats == 1:  # a scan needs its weights in one array
                 weights = segments[str(s)]
@@ -104,11 +106,15 @@ class Stack:
                     str(i): layer.prepare(weights[str(i)], 1)
                     for i, layer in enumerate(group.layers)
                 }
-                unscanned[str(s)] = self.param_specs()["segments"][str(s)]
+                if blocks:
+                    few[str(s)] = {
+                        i: prepared.few(group.layers[int(i)].params(), x)
+                        for i, x in segments[str(s)].items()
+                    }
         many = {**params, "segments": segments}
-        if not (jax.default_backend() == "cpu" if blocks is None else blocks):
+        if not blocks:
             return many
-        return Prepared(prepared.blocked({**self._top_params(), "segments": unscanned}, many), many)
+        return Prepared({**prepared.blocked(self._top_params(), many), "segments": few}, many)
 
     def weights(self, params: Params | Prepared, rows: int) -> Params:
         """What a call of so many rows reads: picked before the call, it is given fewer arrays."""

@@ -178,7 +178,7 @@ class Compressed:
     ) -> View:
         """As `_emit` for one token a row."""
         position, keep = call.positions[:, 0], call.count > 0
-        raw = compressor.raw(params, x[:, 0], position)
+        raw = compressor.raw(params, x, call.positions)[:, 0]
         rows = ring.write_one(view.leaves[tail], view.layer, position, raw, keep)
         seen = view.leaves[f"{tail}_pos"]
         seen = ring.write_one(seen, view.layer, position, position, keep)

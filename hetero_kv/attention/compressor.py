@@ -50,8 +50,8 @@ class Compressor:
     def params(self) -> ParamTree:
         """Projections to kv and gate, the gate's position bias, the norm of entries."""
         return {
-            "kv": matrix(self.d_model, self.series),
-            "gate": matrix(self.d_model, self.series),
+            "kv": matrix(self.d_model, self.series, reads="x"),
+            "gate": matrix(self.d_model, self.series, reads="x"),
             "position_bias": ParamSpec((self.ratio, self.series), "zeros", dtype="float32"),
             "norm": ParamSpec((self.width,), "ones", dtype="float32"),
         }

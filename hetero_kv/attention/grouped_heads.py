@@ -80,7 +80,7 @@ class GroupedHeads:
         """Projections, optional biases, optional norms of q and k, optional sinks."""
         wide, narrow = self.heads * self.dim, self.kv_heads * self.dim
         sizes = {"q": 2 * wide if self.gate else wide, "k": narrow, "v": narrow}
-        tree = {name: matrix(self.d_model, size) for name, size in sizes.items()}
+        tree = {name: matrix(self.d_model, size, reads="x") for name, size in sizes.items()}
         tree["o"] = matrix(wide, self.d_model)
         if self.bias:
             sizes["o"] = self.d_model

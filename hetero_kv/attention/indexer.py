@@ -119,8 +119,8 @@ class Indexer(Picker):
     def params(self) -> ParamTree:
         """Query projection, per-head weights, and the compressor of index keys."""
         return {
-            "q": matrix(self.d_query, self.heads * self.dim),
-            "weights": matrix(self.d_model, self.heads),
+            "q": matrix(self.d_query, self.heads * self.dim, reads="latent"),
+            "weights": matrix(self.d_model, self.heads, reads="x"),
             "compressor": self.compressor.params(),
         }
 

@@ -90,13 +90,13 @@ class LatentHeads:
         wide = self.heads * self.dim
         tree: dict = {}
         if self.q_lora_rank:
-            tree["q_a"] = matrix(self.d_model, self.q_lora_rank)
+            tree["q_a"] = matrix(self.d_model, self.q_lora_rank, reads="x")
             tree["q_a_norm"] = ParamSpec((self.q_lora_rank,), "ones", dtype="float32")
-            tree["q_b"] = matrix(self.q_lora_rank, wide)
+            tree["q_b"] = matrix(self.q_lora_rank, wide, reads="latent")
         else:
-            tree["q"] = matrix(self.d_model, wide)
+            tree["q"] = matrix(self.d_model, wide, reads="x")
         if self.own_rows:
-            tree["kv"] = matrix(self.d_model, self.dim)
+            tree["kv"] = matrix(self.d_model, self.dim, reads="x")
             tree["kv_norm"] = ParamSpec((self.dim,), "ones", dtype="float32")
         if self.o_groups:
             tree["o_a"] = matrix(self.o_groups, wide // self.o_groups, self.o_lora_rank)

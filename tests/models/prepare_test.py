@@ -67,6 +67,28 @@ def test_those_of_every_mechanism(name: str, narrow_blocks) -> None:
     _compare(_apart(name), (16, 3))
 
 
+def test_weights_that_read_the_same_are_read_at_once(narrow_blocks) -> None:
+    config = tiny.model("v4")[0].config.replace(
+        layer_types=("csa",), mlp_types=("dense",), hc_streams=0, scan_layers=False
+    )
+    model = models.build(config)
+    few = jax.eval_shape(lambda: model.prepare(model.init(jax.random.key(0)), blocks=True)).few
+    joined = few["segments"]["0"]["0"]["attn"]["joined"]
+    assert {name: x.shape[-1] for name, x in joined.items()} == {
+        "x": 10 + 12 + 2 * 24 + 2 * 16 + 8,  # queries, own row, two compressors, index weights
+        "latent": 4 * 12 + 8 * 8,  # queries and index queries
+    }
+    cache = model.abstract_cache(1, tiny.CAPACITY)
+    token = jax.ShapeDtypeStruct((1,), "int32")
+
+    def products(params: Params) -> int:
+        step = jax.jit(model.stack.step).lower(params, token, cache, None)
+        return step.compile(compiler_options=tiny.FAST_COMPILE).as_text().count(" dot(")
+
+    plain = jax.eval_shape(model.init, jax.random.key(0))
+    assert products(plain) - products(few) == (7 - 1) + (2 - 1)
+
+
 def test_experts_and_vectors() -> None:
     model = _apart("v4")
     params = random_params(model, 3)
@@ -90,8 +112,10 @@ def test_scanned_layers_keep_theirs_in_one_array() -> None:
     )
     scanned = models.build(config)
     weights = scanned.init(jax.random.key(0))
-    same = jax.tree.map(lambda a, b: a is b, weights, scanned.prepare(weights))
-    assert all(jax.tree.leaves(same))
+    prepared = scanned.prepare(weights, blocks=True)
+    for found in (prepared.few["segments"], prepared.many["segments"]):
+        same = jax.tree.map(lambda a, b: a is b, weights["segments"], found)
+        assert all(jax.tree.leaves(same))
 
 
 def test_weights_of_another_model_are_refused() -> None:
