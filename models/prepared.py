@@ -104,9 +104,9 @@ def _unjoined(tree: ParamTree, params: Params, names: dict[str, list[jax.Array]]
 
 def plain(tree: ParamTree, params: Params) -> Params:
     """The weights of a layer with all in their places, without the leading axis."""
-    if VECTORS not in params:
+    whole, joined = params.get(VECTORS), params["attn"].get(JOINED, {})
+    if whole is None and not joined:
         return params
-    whole, joined = params[VECTORS], params.get("attn", {}).get(JOINED, {})
     start = dict.fromkeys((VECTORS, *joined), 0)
 
     def taken(spec: ParamSpec) -> jax.Array | Part:
