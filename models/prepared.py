@@ -104,7 +104,7 @@ def _unjoined(tree: ParamTree, params: Params, names: dict[str, list[jax.Array]]
 
 def plain(tree: ParamTree, params: Params) -> Params:
     """The weights of a layer with all in their places, without the leading axis."""
-    whole, joined = params.get(VECTORS), params["attn"].get(JOINED, {})
+    whole, joined = params.get(VECTORS), params.get("attn", {}).get(JOINED, {})
     if whole is None and not joined:
         return params
     start = dict.fromkeys((VECTORS, *joined), 0)
