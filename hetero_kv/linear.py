@@ -1,7 +1,6 @@
 """Products with weights, and the layout of a weight that decoding on a CPU reads fastest."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +44,10 @@ class Blocks:
         """Of the weight."""
         return self.columns.dtype
 
+    def astype(self, dtype: Any) -> "Blocks":
+        """The weight in another type."""
+        return Blocks(self.columns.astype(dtype))
+
     def whole(self) -> jax.Array:
         """The weight in one piece, a copy."""
         return jnp.moveaxis(self.columns, -3, -2).reshape(self.shape)
@@ -61,25 +64,28 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
-    """Some columns of a weight, `start` and `size` in blocks; of products with the whole one is
-    made, since XLA finds that they are the same."""
+    """`size` blocks from `start` on of a weight whose other blocks are multiplied with the same.
+
+    Every part's product is that of the whole: XLA finds them equal and makes one.
+    """
 
     joined: Blocks
     start: int
     size: int
 
 
-def can_block(weight: Any, shape: tuple[int, ...]) -> bool:
-    """Whether blocks help with a weight that was declared with this shape.
+def can_block(weight: Any) -> bool:
+    """Whether blocks help with a weight.
 
     Products of other types reorder nothing, or are not shared out, however the weight lies.
     """
-    wide = len(shape) >= 2 and shape[-1] % COLUMNS == 0
-    return wide and isinstance(weight, jax.Array | np.ndarray) and weight.dtype == jnp.float32
+    if not isinstance(weight, jax.Array | np.ndarray) or weight.dtype != jnp.float32:
+        return False
+    return weight.ndim >= 2 and weight.shape[-1] % COLUMNS == 0
 
 
 def linear(x: jax.Array, weight: jax.Array | Blocks | Part, dtype: Any = None) -> jax.Array:
-    """x [..., K] times weight [K, N] (or both with equal leading axes): [..., N].
+    """x [..., K] times weight [K, N], or x [g, R, K] times [g, K, N]: [..., N].
 
     dtype: of the sum and the result, default that of the operands.
     """
@@ -89,24 +95,18 @@ def linear(x: jax.Array, weight: jax.Array | Blocks | Part, dtype: Any = None) -
         return both[..., first * n : (first + weight.size) * n].astype(dtype or both.dtype)
     if not isinstance(weight, Blocks):
         return jnp.matmul(x, weight, preferred_element_type=dtype)
-    if math.prod(x.shape[:-1]) > FEW or weight.columns.ndim != 3:
+    rows, columns = x, weight.columns
+    if columns.ndim == 3:
+        rows, columns = x.reshape(1, -1, x.shape[-1]), columns[None]
+    if rows.shape[1] > FEW:
         return jnp.matmul(x, weight.whole(), preferred_element_type=dtype)
-    rows = x.reshape(1, -1, x.shape[-1])
-    y = _blocks(rows, weight.columns[None], dtype)
-    return y.reshape(*x.shape[:-1], -1)
+    return _blocks(rows, columns, dtype).reshape(*x.shape[:-1], -1)
 
 
 def grouped(x: jax.Array, weight: jax.Array | Blocks) -> jax.Array:
     """x [..., g, K], each group times its own weight of [g, K, N]: [..., g, N]."""
-    rows = x.reshape(-1, *x.shape[-2:])
-    rows = jnp.moveaxis(rows, -2, 0)
-    if not isinstance(weight, Blocks):
-        y = jnp.matmul(rows, weight)
-    elif rows.shape[1] > FEW:
-        y = jnp.matmul(rows, weight.whole())
-    else:
-        y = _blocks(rows, weight.columns, None)
-    return jnp.moveaxis(y, 0, -2).reshape(*x.shape[:-1], -1)
+    rows = jnp.moveaxis(x.reshape(-1, *x.shape[-2:]), -2, 0)
+    return jnp.moveaxis(linear(rows, weight), 0, -2).reshape(*x.shape[:-1], -1)
 
 
 def _blocks(x: jax.Array, columns: jax.Array, dtype: Any) -> jax.Array:

@@ -5,14 +5,14 @@ dozen vectors, so they become one.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetero_kv.linear import FEW, Blocks, Part, can_block
+from hetero_kv.linear import Blocks, Part, can_block
 from hetero_kv.params import Params, ParamSpec, ParamTree
 
 VECTORS = "vectors"
@@ -38,13 +38,6 @@ class Prepared:
         return cls(*parts)
 
 
-def for_rows(params: Params | Prepared, rows: int) -> Params:
-    """The weights that a call of so many rows reads."""
-    if not isinstance(params, Prepared):
-        return params
-    return params.few if rows <= FEW else params.many
-
-
 def prepare(tree: ParamTree, params: Params) -> Params:
     """Weights `params` of one layer, declared by `tree`; each has a leading axis more.
 
@@ -52,9 +45,10 @@ def prepare(tree: ParamTree, params: Params) -> Params:
     """
     if VECTORS in params:
         return params
-    vectors = [x for spec, x in _pairs(tree, params) if _is_vector(spec, x)]
-    new = _others(tree, params)
-    return {**new, VECTORS: jnp.concatenate(vectors, axis=-1)} if vectors else new
+    left, vectors = _parted(tree, params, _is_vector)
+    if not vectors:
+        return params
+    return {**left, VECTORS: jnp.concatenate([x for _, x in vectors], axis=-1)}
 
 
 def blocked(tree: ParamTree, params: Params) -> Params:
@@ -66,7 +60,7 @@ def blocked(tree: ParamTree, params: Params) -> Params:
         if not isinstance(spec, ParamSpec):
             new[name] = blocked(spec, params[name])
         elif spec.product:
-            new[name] = _blocks(spec, params[name])
+            new[name] = _blocks(params[name])
     return new
 
 
@@ -80,26 +74,12 @@ def few(tree: ParamTree, params: Params) -> Params:
 
 
 def _joined(tree: ParamTree, params: Params) -> Params:
-    names: dict[str, list[jax.Array]] = {}
-    left = _unjoined(tree, params, names)
-    joined = {x: Blocks(jnp.concatenate(each, axis=-3)) for x, each in names.items()}
+    left, parts = _parted(tree, params, lambda spec, x: spec.reads and isinstance(x, Blocks))
+    columns: dict[str, list[jax.Array]] = {}
+    for spec, x in parts:
+        columns.setdefault(spec.reads, []).append(x.columns)
+    joined = {name: Blocks(jnp.concatenate(each, axis=-3)) for name, each in columns.items()}
     return {**left, JOINED: joined} if joined else params
-
-
-def _unjoined(tree: ParamTree, params: Params, names: dict[str, list[jax.Array]]) -> Params:
-    """What is left of the weights, after the blocks of others were added to `names`."""
-    left = {}
-    for name, spec in tree.items():
-        x = params.get(name)
-        if name not in params:
-            continue
-        if not isinstance(spec, ParamSpec):
-            left[name] = _unjoined(spec, x, names)
-        elif spec.reads and isinstance(x, Blocks):
-            names.setdefault(spec.reads, []).append(x.columns)
-        else:
-            left[name] = x
-    return left
 
 
 def plain(tree: ParamTree, params: Params) -> Params:
@@ -136,26 +116,26 @@ def _is_vector(spec: ParamSpec, x: Any) -> bool:
     return len(spec.shape) == 1 and array and x.dtype == jnp.float32
 
 
-def _pairs(tree: ParamTree, params: Params) -> Iterator[tuple[ParamSpec, Any]]:
+def _parted(
+    tree: ParamTree, params: Params, takes: Callable[[ParamSpec, Any], bool]
+) -> tuple[Params, list[tuple[ParamSpec, Any]]]:
+    """The weights that it does not take, and those that it takes in the order of the tree."""
+    left, taken = {}, []
     for name, spec in tree.items():
-        if isinstance(spec, ParamSpec):
-            yield spec, params[name]
-        else:
-            yield from _pairs(spec, params[name])
-
-
-def _others(tree: ParamTree, params: Params) -> Params:
-    new = {}
-    for name, spec in tree.items():
+        if name not in params:
+            continue
         if not isinstance(spec, ParamSpec):
-            new[name] = _others(spec, params[name])
-        elif not _is_vector(spec, params[name]):
-            new[name] = params[name]
-    return new
+            left[name], more = _parted(spec, params[name], takes)
+            taken += more
+        elif takes(spec, params[name]):
+            taken.append((spec, params[name]))
+        else:
+            left[name] = params[name]
+    return left, taken
 
 
-def _blocks(spec: ParamSpec, x: Any) -> Any:
+def _blocks(x: Any) -> Any:
     """A matrix, or each of a tuple of experts' matrices."""
     if isinstance(x, tuple):
-        return tuple(Blocks.of(y) if can_block(y, spec.shape[1:]) else y for y in x)
-    return Blocks.of(x) if can_block(x, spec.shape) else x
+        return tuple(map(_blocks, x))
+    return Blocks.of(x) if can_block(x) else x

@@ -11,7 +11,7 @@ from hetero_kv.attention import rope
 from hetero_kv.attention.call import Call, Train, View
 from hetero_kv.attention.norm import rms_norm
 from hetero_kv.contract import Segment
-from hetero_kv.linear import Blocks, linear
+from hetero_kv.linear import FEW, linear
 from hetero_kv.pages import views
 from hetero_kv.params import Params, ParamSpec, ParamTree, matrix
 from hetero_kv.state import Cache
@@ -98,27 +98,25 @@ class Stack:
             return params
         if blocks is None:
             blocks = jax.default_backend() == "cpu"
-        segments, few = dict(params["segments"]), dict(params["segments"])
+        many, few = dict(params["segments"]), dict(params["segments"])
         for s, group in enumerate(self.groups):
-            if group.repeats == 1:  # a scan needs its weights in one array
-                weights = segments[str(s)]
-                segments[str(s)] = {
-                    str(i): layer.prepare(weights[str(i)], 1)
-                    for i, layer in enumerate(group.layers)
-                }
-                if blocks:
-                    few[str(s)] = {
-                        i: prepared.few(group.layers[int(i)].params(), x)
-                        for i, x in segments[str(s)].items()
-                    }
-        many = {**params, "segments": segments}
+            if group.repeats > 1:  # a scan needs its weights in one array
+                continue
+            layers = {str(i): layer for i, layer in enumerate(group.layers)}
+            weights = {i: x.prepare(many[str(s)][i], 1) for i, x in layers.items()}
+            many[str(s)] = weights
+            if blocks:
+                few[str(s)] = {i: prepared.few(x.params(), weights[i]) for i, x in layers.items()}
+        params = {**params, "segments": many}
         if not blocks:
-            return many
-        return Prepared({**prepared.blocked(self._top_params(), many), "segments": few}, many)
+            return params
+        return Prepared({**prepared.blocked(self._top_params(), params), "segments": few}, params)
 
     def weights(self, params: Params | Prepared, rows: int) -> Params:
         """What a call of so many rows reads: picked before the call, it is given fewer arrays."""
-        return prepared.for_rows(params, rows)
+        if not isinstance(params, Prepared):
+            return params
+        return params.few if rows <= FEW else params.many
 
     def cache_segments(self) -> tuple[Segment, ...]:
         """The cached leaves of every group."""
@@ -170,9 +168,7 @@ class Stack:
             x = hyper.collapse(params["head_hc"], x)
         x = rms_norm(x, params["norm"], self.eps)
         head = params["embed"].T if self.tied else params["head"]
-        if head.dtype != x.dtype:
-            head = (head.whole() if isinstance(head, Blocks) else head).astype(x.dtype)
-        logits = linear(x, head, jnp.float32)
+        logits = linear(x, head.astype(x.dtype), jnp.float32)
         return self.softcap * jnp.tanh(logits / self.softcap) if self.softcap else logits
 
     # -- training ------------------------------------------------------------------------------

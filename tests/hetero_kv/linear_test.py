@@ -48,8 +48,8 @@ def test_a_weight_from_its_blocks() -> None:
 
 def test_only_wide_float32_matrices_are_kept_in_blocks() -> None:
     wide = jnp.zeros((3, 2 * linear.COLUMNS))
-    assert linear.can_block(wide, wide.shape) and linear.can_block(np.asarray(wide), wide.shape)
+    assert linear.can_block(wide) and linear.can_block(np.asarray(wide))
     narrow = jnp.zeros((3, linear.COLUMNS + 1))
-    assert not linear.can_block(narrow, narrow.shape)
-    assert not linear.can_block(wide.astype(jnp.bfloat16), wide.shape)
-    assert not linear.can_block(wide[0], wide[0].shape)
+    assert not linear.can_block(narrow)
+    assert not linear.can_block(wide.astype(jnp.bfloat16))
+    assert not linear.can_block(wide[0])
