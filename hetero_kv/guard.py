@@ -36,7 +36,11 @@ class Guard:
         @functools.wraps(function)
         def traced(*args: Any) -> Any:
             self._count(keys[-1])
-            return function(*args)
+            try:
+                return function(*args)
+            except BaseException:  # nothing will be compiled, and the next call traces again
+                self.counts[keys[-1]] -= 1
+                raise
 
         compiled = jax.jit(traced, **options)
 

@@ -71,12 +71,17 @@ def _starts_live(leaf: Leaf) -> bool:
     return isinstance(leaf.contract, Point) and not leaf.contract.group
 
 
-def _build(spec: CacheSpec, batch: int, capacity: int, make) -> Cache:
+def check_sizes(batch: int, capacity: int) -> None:
+    """Raises ValueError unless a cache can have them."""
     for name, size in (("batch", batch), ("capacity", capacity)):
         if not is_integer(size):
             raise ValueError(f"{name} of a cache is an integer, got {size!r}")
     if batch < 1 or capacity < 1:
         raise ValueError(f"a cache needs batch >= 1 and capacity >= 1, got {batch=}, {capacity=}")
+
+
+def _build(spec: CacheSpec, batch: int, capacity: int, make) -> Cache:
+    check_sizes(batch, capacity)
     layers = tuple(
         tuple(
             {
@@ -105,7 +110,12 @@ def abstract(spec: CacheSpec, batch: int, capacity: int) -> Cache:
 def init(spec: CacheSpec, batch: int, capacity: int, poison: bool = False) -> Cache:
     """An empty cache. With `poison` every row of floats, packed or not, is NaN until it is written
     (rule 6)."""
+    check_sizes(batch, capacity)
+    return _filled(spec, batch, capacity, poison)
 
+
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))  # one program, not one per shape
+def _filled(spec: CacheSpec, batch: int, capacity: int, poison: bool) -> Cache:
     def make(shape: tuple[int, ...], leaf: Leaf) -> jax.Array:
         fill = _fill(leaf)
         if poison and leaf.poison is not None and not _starts_live(leaf):

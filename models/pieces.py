@@ -103,14 +103,31 @@ class _Logits:
     def result(self) -> jax.Array:
         if self.kind != "all":
             return self.last
-        rows = []
-        for r in range(self.rows):
-            row = [got[r, : count[r]] for got, _, count in self.parts if count[r]]
-            row = jnp.concatenate(row) if row else jnp.zeros((0, 0), jnp.float32)
-            rows.append(row)
-        width = max((row.shape[1] for row in rows), default=0)
-        rows = [row if row.shape[1] else jnp.zeros((0, width), jnp.float32) for row in rows]
-        return jnp.stack([jnp.pad(row, ((0, self.size - len(row)), (0, 0))) for row in rows])
+        arrays = [got for got, _, _ in self.parts]
+        if (
+            len(arrays) == 1
+            and (self.parts[0][2] == self.size).all()
+            and arrays[0].shape[1] == self.size
+        ):
+            return arrays[0]
+        return _picked(arrays, self._columns())
+
+    def _columns(self) -> np.ndarray:
+        """i32[R, S]: the column, of all calls' side by side, that has a token's logits."""
+        widths = [got.shape[1] for got, _, _ in self.parts]
+        index = np.full((self.rows, self.size), sum(widths), np.int32)
+        starts = np.cumsum([0, *widths])
+        for start, (_, offset, count) in zip(starts, self.parts, strict=False):
+            for r in np.flatnonzero(count):
+                index[r, offset[r] : offset[r] + count[r]] = start + np.arange(count[r])
+        return index
+
+
+@jax.jit  # one program: a token's logits are in another place for every split
+def _picked(parts: list[jax.Array], index: np.ndarray) -> jax.Array:
+    """Columns of f32[R, c, V] side by side at i32[R, S]; 0 where there is none."""
+    columns = jnp.concatenate(parts, axis=1)
+    return jax.vmap(lambda row, i: row.at[i].get(mode="fill", fill_value=0))(columns, index)
 
 
 def _traced(

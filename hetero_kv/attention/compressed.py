@@ -126,7 +126,7 @@ class Compressed:
                 own["compressor"], self.indexer.compressor, pool_, "index_tail", x, view, call
             )
             index_q, weights = self.indexer.queries(own, x, latent, turn)
-            chosen = self.indexer.choose(index_q, weights, pool_, view, call)
+            chosen = self.indexer.choose(index_q, weights, pool_, view, call, self.entries)
         out = chunk_attention(
             q,
             layer=view.layer,

@@ -70,20 +70,31 @@ class Picker:
         return order, low, cut
 
     def choose(
-        self, q: jax.Array, weights: jax.Array, keys: EntryPool, view: View, call: Call
+        self,
+        q: jax.Array,
+        weights: jax.Array,
+        keys: EntryPool,
+        view: View,
+        call: Call,
+        entries: EntryPool,
     ) -> Chosen:
-        """What each query [R, S, heads, dim] of a call picks of the pool of index keys."""
-        return Chosen(
-            *self.select_many(
-                q,
-                weights,
-                view.leaves[keys.name],
-                view.layer,
-                keys.visible(call.positions),
-                keys.tiles(call),
-                keys.tile,
-            )
+        """What each query [R, S, heads, dim] of a call picks of the entries, by their index keys.
+
+        In pages of other spans a row has room for more keys than entries, or for fewer: no query
+        sees what is beyond its tokens, but order keys are as many as the entries.
+        """
+        order, low, cut = self.select_many(
+            q,
+            weights,
+            view.leaves[keys.name],
+            view.layer,
+            keys.visible(call.positions),
+            keys.tiles(call),
+            keys.tile,
         )
+        rows = pool.rows(view.leaves[entries.name])
+        more = max(rows - order.shape[-1], 0)
+        return Chosen(jnp.pad(order[..., :rows], ((0, 0), (0, 0), (0, more))), low, cut)
 
     def mask(self, scores: jax.Array, visible: jax.Array) -> jax.Array:
         """bool[R, S, N]: the top k of f32[R, S, N] scores among those that are visible."""

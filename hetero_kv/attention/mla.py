@@ -199,7 +199,7 @@ class Mla:
         if self.indexer:
             keys, turn = self.indexer.keys, call.tables[self.indexer.rope]
             index_q, weights = self.indexer.queries(params["indexer"], x, latent, turn)
-            chosen = self.indexer.choose(index_q, weights, keys, view, call)
+            chosen = self.indexer.choose(index_q, weights, keys, view, call, self.cache)
         state = attend.begin(q.shape[:-1], q.shape[-1], None)
         state = self.cache.attend(state, q, view, call, self.scale, chosen)
         return self._output(params, attend.finish(state), x), view

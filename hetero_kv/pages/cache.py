@@ -43,7 +43,8 @@ class Pages:
 
 def init(spec: CacheSpec, batch: int, paging: Paging, poison: bool = False) -> Cache:
     """An empty cache of `batch` rows without pages. `poison`: see `state.init`."""
-    return _with_pages(spec, state.init(spec, batch, 1, poison), batch, paging, poison)
+    state.check_sizes(batch, paging.capacity)
+    return _filled(spec, batch, paging, poison)
 
 
 def abstract(spec: CacheSpec, batch: int, paging: Paging) -> Cache:
@@ -51,7 +52,9 @@ def abstract(spec: CacheSpec, batch: int, paging: Paging) -> Cache:
     return jax.eval_shape(lambda: init(spec, batch, paging))
 
 
-def _with_pages(spec: CacheSpec, cache: Cache, batch: int, paging: Paging, poison: bool) -> Cache:
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))  # one program, not one per shape
+def _filled(spec: CacheSpec, batch: int, paging: Paging, poison: bool) -> Cache:
+    cache = state.init(spec, batch, 1, poison)
     names = list(history_slots(spec))
     if names != [x.component for x in paging.pages]:
         raise ValueError(f"the paging is of {[x.component for x in paging.pages]}, not of {names}")

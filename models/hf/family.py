@@ -133,7 +133,7 @@ class Family:
                 for part in choices[0]:
 
                     def make(part=part, leaf=leaf, kind=kind) -> np.ndarray:
-                        return part.theirs(np.asarray(leaf[part.index])).astype(kind, copy=False)
+                        return part.theirs(packing.taken(leaf, part.index)).astype(kind, copy=False)
 
                     yield part.name, part.shape, kind, make
 

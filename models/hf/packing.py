@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -46,7 +47,13 @@ def tensors(weight: Weight, leaf: Packed) -> Iterator[Tensor]:
 def _maker(
     held: Any, at: tuple[int, ...], dtype: np.dtype, shape: tuple[int, ...]
 ) -> Callable[[], np.ndarray]:
-    return lambda: np.asarray(held[at]).view(dtype).reshape(shape)
+    return lambda: taken(held, at).view(dtype).reshape(shape)
+
+
+def taken(held: Any, at: tuple[int, ...]) -> np.ndarray:
+    """`held[at]` on the host; of an array that is there already nothing is copied or compiled."""
+    there = isinstance(held, jax.Array) and held.sharding.device_set == {jax.devices("cpu")[0]}
+    return np.asarray(held)[at] if there else np.asarray(held[at])
 
 
 def _matching(weight: Weight, leaf: Packed, layer: int) -> Sequence[Part]:

@@ -12,7 +12,6 @@ import models
 from hetero_kv import validate
 from hetero_kv.pages import cache as paged
 from hetero_kv.pages import table
-from hetero_kv.pages import validate as at_use
 from hetero_kv.pages.layout import Paging
 from hetero_kv.params import Params
 from hetero_kv.prefix import Identity, PrefixStore
@@ -20,9 +19,10 @@ from hetero_kv.prefix.transfer import transfer_for
 from hetero_kv.state import Cache
 from models.decoder import Decoder
 from tests import variants
+from tests.hetero_kv import validators
 from tests.hetero_kv.pages import convert
 from tests.hetero_kv.pages.convert import owner, reserve
-from tests.models import tiny
+from tests.models import families, tiny
 
 PLAIN = "plain"  # sliding, sparse and heavy layers with little else; blocks of 16 tokens
 SPANS: dict[str, Any] = {
@@ -30,7 +30,6 @@ SPANS: dict[str, Any] = {
     "full_mixed": None,  # blocks of 21: pages that do not align with tiles
     "scanned": {"csa index keys": 4, "hca entries": 512},
 }
-EXPECT = jax.jit(at_use.expect)
 
 
 @functools.cache
@@ -103,9 +102,46 @@ def test_pages_have_the_bits_of_a_contiguous_cache(name: str) -> None:
         have, pages = made.decode_step(params, tokens[:, step], pages, on)
         np.testing.assert_array_equal(want[on], have[on])
     assert_same(made, pages, rows)
-    assert all(bool(x.exact) for x in paged.ledgers(pages).values())
-    verdict = at_use.check(made.cache_spec, pages, finite=True)
+    assert all(bool(x.exact) for x in validators.ledgers(pages).values())
+    verdict = validators.check(made.cache_spec, pages, finite=True)
     assert verdict.ok.all(), [validate.describe(made.cache_spec, verdict, r) for r in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "keys", "more"),
+    variants.some(
+        (
+            ("no_overlap", "csa entries", "csa index keys", 1),
+            ("no_overlap", "csa entries", "csa index keys", -1),
+            ("deepseek_v32", "mla latent", "mla index keys", 1),
+            ("deepseek_v32", "mla latent", "mla index keys", -1),
+        ),
+        (("no_overlap", "csa entries", "csa index keys", 1),),
+    ),
+)
+def test_index_keys_in_pages_of_another_span(name: str, entries: str, keys: str, more: int) -> None:
+    """A row then has room for more keys than entries, or for fewer."""
+    made, params = tiny.model(name) if name in tiny.CHANGES else families.model(name)
+    spec, block = made.cache_spec, made.cache_spec.block
+    unit = 128 if "mla" in keys else block  # of a span that this capacity has
+    capacity = max(1, 64 // (2 * unit)) * 2 * unit + block  # not whole pages of two units
+    span = {entries: unit, keys: 2 * unit} if more > 0 else {entries: 2 * unit, keys: unit}
+    paging = Paging.of(spec, tiny.ROWS, capacity, span)
+    sizes = {x.component: x.columns * x.span for x in paging.pages}
+    assert (sizes[keys] - sizes[entries]) * more > 0
+    rows = made.init_cache(tiny.ROWS, capacity, poison=True)
+    pages = made.init_paged_cache(tiny.ROWS, capacity, paging, poison=True)
+    for row in range(tiny.ROWS):
+        pages, flags = reserve(pages, row, capacity, owner(row + 1))
+        assert int(flags) == 0
+    tokens = np.random.default_rng(3).integers(0, made.config.vocab_size, (tiny.ROWS, capacity))
+    valid = np.array([capacity - 1, capacity // 2])
+    want, rows = made.prefill(params, tokens[:, :-1], rows, valid)
+    have, pages = made.prefill(params, tokens[:, :-1], pages, valid)
+    np.testing.assert_array_equal(want, have)
+    want, rows = made.decode_step(params, tokens[:, -1], rows)
+    have, pages = made.decode_step(params, tokens[:, -1], pages)
+    np.testing.assert_array_equal(want, have)
 
 
 @pytest.mark.full
@@ -140,19 +176,19 @@ def test_a_prefix_is_shared_without_copying(release_first: bool) -> None:
     _, cache = made.prefill(params, tokens[:, :32], cache, np.array([32, 0]))
     cache, _ = seal()(cache, 0)
     checkpoint = transfer._read_checkpoint(cache, 0)
-    before = {name: int(x.free) for name, x in paged.ledgers(cache).items()}
+    before = {name: int(x.free) for name, x in validators.ledgers(cache).items()}
     cache, flags = paged.share_prefix(
         spec, cache, *(np.int32(x) for x in (0, 1, 32, tiny.CAPACITY)), owner(2)
     )
     assert int(flags) == 0
-    after = {name: int(x.free) for name, x in paged.ledgers(cache).items()}
+    after = {name: int(x.free) for name, x in validators.ledgers(cache).items()}
     for page in paging().pages:
         new = page.pages_for(tiny.CAPACITY) - 32 // page.span
         assert before[page.component] - after[page.component] == new
-    assert validate.describe(spec, at_use.check(spec, cache), 1)  # no windows and tails yet
+    assert validate.describe(spec, validators.check(spec, cache), 1)  # no windows and tails yet
     cache, _ = transfer.write(cache, np.int32(1), np.int32(32), np.int32(32), {}, checkpoint)
-    expected = EXPECT(cache)
-    assert at_use.check(spec, cache, expected, 1).ok.all()
+    expected = validators.expect(cache)
+    assert validators.check(spec, cache, expected, 1).ok.all()
     if release_first:
         cache, flags = paged.release(spec, cache, 0, poison=True)
         assert int(flags) == 0
@@ -163,7 +199,7 @@ def test_a_prefix_is_shared_without_copying(release_first: bool) -> None:
         have, cache, verdict = made.checked_step(params, token, cache, expected, active)
         assert verdict.ok.all()
         np.testing.assert_array_equal(want[active], have[active])
-    assert all(bool(x.exact) for x in paged.ledgers(cache).values())
+    assert all(bool(x.exact) for x in validators.ledgers(cache).values())
 
 
 def test_through_a_store_and_back() -> None:
@@ -183,9 +219,9 @@ def test_through_a_store_and_back() -> None:
         none = store.restore(lease, empty(reserved=(1,)), row=0)
     store.close()
     assert int(none.length[0]) == 0  # without pages it starts over, and says so
-    assert at_use.check(made.cache_spec, none).ok.all()
+    assert validators.check(made.cache_spec, none).ok.all()
     assert list(other.length) == [48, 0]
-    assert at_use.check(made.cache_spec, other, EXPECT(other), 2, finite=True).ok[0]
+    assert validators.check(made.cache_spec, other, validators.expect(other), 2, finite=True).ok[0]
     assert_same(made, other, plain)
     part, valid = np.stack([prompt[48:], prompt[48:]]), np.array([2, 0])
     _, other = made.prefill(params, part, other, valid)
@@ -233,7 +269,7 @@ FAULTS = {
 def test_a_refused_row_writes_nothing_and_nobody_else_notices(fault: str) -> None:
     made, params = model(PLAIN)
     base = run(35, 35)  # the next token closes an entry
-    expected, token = EXPECT(base), tiny.tokens()[:, 35]
+    expected, token = validators.expect(base), tiny.tokens()[:, 35]
     wrong = faulty(base, fault, row=1)
     want, rest, _ = made.checked_step(
         params, token, tiny.copy(wrong), expected, np.array([True, False])
@@ -257,7 +293,7 @@ def on() -> np.ndarray:
 def test_a_prefill_stays_refused() -> None:
     made, params = model(PLAIN)
     base, tokens = run(16, 16), tiny.tokens()[:, 16:56]
-    expected = EXPECT(base)
+    expected = validators.expect(base)
     want, _, verdict = made.checked_prefill(params, tokens, tiny.copy(base), expected)
     assert verdict.ok.all() and np.isfinite(want).all()
     wrong = faulty(base, "generation", row=1)
@@ -315,10 +351,10 @@ def test_one_program_for_every_mix_of_forms_tables_and_lengths(compiled: list[st
     params, spec = tiny.model("all_entries")[1], made.cache_spec
     cache = made.init_paged_cache(tiny.ROWS, tiny.CAPACITY, poison=True)
     token = jnp.zeros(tiny.ROWS, jnp.int32)
-    active, expected = jnp.ones(tiny.ROWS, bool), EXPECT(cache)
+    active, expected = jnp.ones(tiny.ROWS, bool), validators.expect(cache)
     for row, tokens in ((0, 40), (1, 5), (1, tiny.CAPACITY)):
         cache, _ = reserve(cache, row, tokens, owner(row + 1))
-        _, cache, _ = made.checked_step(params, token, cache, EXPECT(cache), active)
+        _, cache, _ = made.checked_step(params, token, cache, validators.expect(cache), active)
         _, cache = made.decode_step(params, token, cache, active)
     name = "csa entries"
     pages = jax.tree.map(np.asarray, tiny.copy(cache.pages.tables[name]))

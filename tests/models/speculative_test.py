@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from hetero_kv import validate
-from hetero_kv.pages import cache as paged
 from hetero_kv.pages import table
 from hetero_kv.pages import validate as at_use
 from hetero_kv.pages.layout import Paging
+from tests.hetero_kv import validators
 from tests.hetero_kv.pages import convert
 from tests.models import tiny
 
@@ -94,7 +94,7 @@ def test_pages_count_what_was_accepted(length: int, size: int) -> None:
             np.testing.assert_array_equal(have, np.clip(entries, 0, page.entries) * held)
             form = np.asarray(pages.column("form", pages.table))
             np.testing.assert_array_equal(form, table.WRITING * held)
-        assert all(bool(x.exact) for x in paged.ledgers(cache).values())
+        assert all(bool(x.exact) for x in validators.ledgers(cache).values())
 
 
 @pytest.mark.full

@@ -59,8 +59,7 @@ def test_a_model_of_every_mechanism(name: str, paged: bool) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("slots", [1, 2, 5])
-@pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+@pytest.mark.parametrize(("slots", "paged"), [(1, True), (2, False), (5, True)])
 def test_other_models_and_numbers_of_slots(name: str, slots: int, paged: bool) -> None:
     store = world.store(name)
     made = world.engine("validated", name, slots, store, audit_share=1.0, paged=paged)

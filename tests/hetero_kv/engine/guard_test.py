@@ -35,6 +35,23 @@ def test_a_leaked_dtype_is_counted() -> None:
     assert guard.leaks == {("add", "3"): 2}
 
 
+def test_a_trace_that_fails_is_not_one() -> None:
+    """What it raised is told again at the next call, and not that a shape has leaked."""
+    guard, fails = Guard(strict=True), [True, True, False]
+
+    def function(x):
+        if fails.pop(0):
+            raise ValueError("of its own")
+        return x
+
+    call = guard.jit("some", function, lambda x: "3")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="of its own"):
+            call(np.ones(3))
+    assert call(np.ones(3)).shape == (3,)
+    assert not guard.leaks and guard.counts["some", "3"] == 1
+
+
 def test_numpy_and_device_arrays_are_one_bucket() -> None:
     guard = Guard(strict=True)
     call = guard.jit("add", add, lambda x, y: "3")

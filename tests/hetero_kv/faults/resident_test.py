@@ -8,7 +8,7 @@ import pytest
 from hetero_kv import snapshot, validate
 from hetero_kv.faults import kinds, residence, resident
 from hetero_kv.faults.residence import MATE, ROW, Residence
-from hetero_kv.pages import cache as paged
+from tests.hetero_kv import validators
 from tests.hetero_kv.engine import world
 from tests.hetero_kv.faults.matrix_test import bench
 
@@ -54,8 +54,8 @@ def test_only_what_is_said_changes(kind: str) -> None:
 
 def test_released_pages_are_in_nobodys_books() -> None:
     case = next(x for x in CASES if x.kind == kinds.RELEASED)
-    assert not bool(paged.ledgers(damaged(case))[case.component].exact)
-    assert all(bool(x.exact) for x in paged.ledgers(made().base).values())
+    assert not bool(validators.ledgers(damaged(case))[case.component].exact)
+    assert all(bool(x.exact) for x in validators.ledgers(made().base).values())
 
 
 def test_masking_nothing_is_checking_everything() -> None:

@@ -5,6 +5,7 @@ import pytest
 
 from hetero_kv import state, validate
 from hetero_kv.faults import kinds, places
+from tests.hetero_kv import validators
 from tests.hetero_kv.faults.world import LENGTH, STEM, A, injector
 from tests.hetero_kv.prefix import world
 from tests.hetero_kv.prefix.world import CAPACITY, SPEC
@@ -41,7 +42,7 @@ def test_the_store_refuses_what_it_can_know(kind: str, tmp_path) -> None:
             assert world.wrong(cache, 1, A, STEM), f"{case}: nothing is wrong"
             continue
         if case.guard == kinds.EVIDENCE:  # in the call that reads the row
-            told = validate.describe(SPEC, validate.evidence(SPEC, cache), 1)
+            told = validate.describe(SPEC, validators.evidence(SPEC, cache), 1)
             assert any(case.component in x for x in told), (case, told)
             continue
         assert lease.resumable_length < LENGTH, case
@@ -61,7 +62,7 @@ def test_evidence_tells_what_it_can_of_a_row(kind: str) -> None:
     cold = world.cold(A, STEM, LENGTH)
     for case in (x for x in ROWS if x.kind == kind):
         cache = injector().damage_row(case, cold, 0)
-        verdict = validate.evidence(SPEC, cache)
+        verdict = validators.evidence(SPEC, cache)
         told = validate.describe(SPEC, verdict, 0)
         assert bool(told) == (case.guard == kinds.EVIDENCE), (case, told)
         assert not told or any(case.component in x for x in told), (case, told)

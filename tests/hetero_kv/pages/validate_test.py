@@ -15,7 +15,7 @@ from hetero_kv.pages import table
 from hetero_kv.pages import validate as at_use
 from hetero_kv.pages.layout import Paging, history_slots
 from hetero_kv.state import Cache
-from tests.hetero_kv import synthetic
+from tests.hetero_kv import synthetic, validators
 from tests.hetero_kv.pages import convert
 
 SPEC = synthetic.everything()
@@ -185,9 +185,9 @@ def test_one_program_under_vmap_and_scan() -> None:
 
 def test_without_pages_there_is_the_evidence() -> None:
     cache = synthetic.advance(SPEC, synthetic.empty(SPEC, ROWS, CAPACITY), 1, TOKENS, LENGTH)
-    assert at_use.check(SPEC, cache).ok.all()
+    assert validators.check(SPEC, cache).ok.all()
     wrong = cache.replace(length=cache.length.at[1].add(1))
-    assert "lengths: joint" in found(at_use.check(SPEC, wrong))
+    assert "lengths: joint" in found(validators.check(SPEC, wrong))
 
 
 def test_static_validators_raise_while_tracing() -> None:

@@ -9,7 +9,7 @@ from hetero_kv.contract import History
 from hetero_kv.prefix.baseline import KINDS, HashOnlyStore
 from hetero_kv.prefix.index import HISTORY
 from hetero_kv.prefix.policy import Never
-from tests.hetero_kv import synthetic
+from tests.hetero_kv import synthetic, validators
 from tests.hetero_kv.prefix.stores import PLENTY, SPEC, healthy, identity, prompt, raw, stored
 
 
@@ -50,7 +50,7 @@ def test_hash_only_restores_the_kv_and_nothing_else(kind):
             want = before[:, 0] if kind == "stale" else np.zeros_like(before[:, 0])
             np.testing.assert_array_equal(have[:, 0], want)
     # The counters say that all is well, the positions do not.
-    found = validate.describe(SPEC, validate.evidence(SPEC, cache), 0)
+    found = validate.describe(SPEC, validators.evidence(SPEC, cache), 0)
     assert found == ["windows: positions", "tails: positions"]
 
 

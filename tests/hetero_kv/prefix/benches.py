@@ -17,6 +17,7 @@ from hetero_kv.params import Params
 from hetero_kv.prefix.identity import Identity
 from hetero_kv.prefix.store import PrefixStore
 from models.config import DecoderConfig
+from tests.hetero_kv import validators
 from tests.models import tiny as tiny_models
 
 TINY = DecoderConfig(
@@ -172,7 +173,7 @@ def differing(spec, cache, reference) -> list[str]:
         if a.tobytes() != b.tobytes():
             found.append(slot.path)
     for row in (cache, reference):
-        assert validate.describe(spec, validate.evidence(spec, row, finite=True), ROW) == []
+        assert validate.describe(spec, validators.evidence(spec, row, finite=True), ROW) == []
     return found
 
 

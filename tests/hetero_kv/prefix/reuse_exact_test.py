@@ -9,6 +9,7 @@ from hetero_kv import validate
 from hetero_kv.prefix.baseline import HashOnlyStore
 from hetero_kv.prefix.store import PrefixStore
 from tests import variants
+from tests.hetero_kv import validators
 from tests.hetero_kv.prefix.benches import MATE, ROW, bench, reset
 from tests.hetero_kv.prefix.stores import plain_metrics
 from tests.models import families
@@ -104,7 +105,7 @@ def test_hash_only_is_wrong_on_the_hybrid_and_seen_by_the_validator(kind):
     with store.lookup(tokens) as lease:
         cache = store.restore(lease, cache, ROW)
     assert int(cache.length[ROW]) == 80
-    found = validate.describe(b.spec, validate.evidence(b.spec, cache), ROW)
+    found = validate.describe(b.spec, validators.evidence(b.spec, cache), ROW)
     assert found == ["windows: positions", "tails: positions"]
     logits, cache = b.finish(reset(b, cache, MATE), tokens, b.prompt(60, 31))
     want, _ = b.cold(1, n)

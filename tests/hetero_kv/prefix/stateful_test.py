@@ -37,14 +37,14 @@ def test_a_wrong_byte_in_any_leaf_is_recognised(length):
         assert world.wrong(other, 0, who, tokens)
 
 
-@pytest.mark.parametrize("histories", [340, pytest.param(3000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("histories", [240, pytest.param(2000, marks=pytest.mark.full)])
 def test_histories_in_memory(histories):
     assert world.sizes() == (BLOCK, STATE)
     seen = run(histories, 16, disk=False)
     assert not {x: seen[x] for x, least in IN_MEMORY.items() if seen[x] < least}, seen
 
 
-@pytest.mark.parametrize("histories", [180, pytest.param(2000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("histories", [120, pytest.param(1400, marks=pytest.mark.full)])
 def test_histories_over_a_disk(tmp_path, histories):
     seen = run(histories, 16, disk=True, root=tmp_path)
     least = {x: n for x, n in ON_DISK.items() if n > 1 or histories > 1000}

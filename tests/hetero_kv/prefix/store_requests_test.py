@@ -11,7 +11,7 @@ from hetero_kv.contract import CacheSpec
 from hetero_kv.prefix.identity import Identity
 from hetero_kv.prefix.quotas import Quotas
 from hetero_kv.prefix.store import PrefixStore
-from tests.hetero_kv import synthetic
+from tests.hetero_kv import synthetic, validators
 from tests.hetero_kv.prefix.stores import (
     PLENTY,
     SPEC,
@@ -102,7 +102,7 @@ def test_replay_plan():
         assert lease.routes["csa entries"] == "host"
         cache = store.restore(lease, cache)
     # Nothing vouches for windows and tails until the replay has run.
-    wrong = validate.describe(spec, validate.evidence(spec, cache), 0)
+    wrong = validate.describe(spec, validators.evidence(spec, cache), 0)
     assert wrong == ["windows: positions", "tails: positions"]
     metrics = plain_metrics(store)
     assert metrics["replay_tokens_total"] == 8 and metrics["restored_tokens_total"] == 48

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetero_kv import state, validate
+from hetero_kv import state
 from hetero_kv.prefix.identity import Identity
 from hetero_kv.prefix.index import CHECKPOINT, HISTORY
 from hetero_kv.prefix.observe import NAMESPACE
 from hetero_kv.prefix.store import PrefixStore
-from tests.hetero_kv import synthetic
+from tests.hetero_kv import synthetic, validators
 
 SPEC = synthetic.everything()  # B = 8, G = 16
 G = SPEC.granularity
@@ -58,7 +58,7 @@ def serve(store, cache, row, tokens, spec=SPEC, publish=True, **who):
             if publish:
                 store.publish(tokens, cache, row, points=lease.checkpoint_points, **who)
     assert not synthetic.wrong_rows(spec, cache, row, tokens)
-    assert validate.evidence(spec, cache).ok.all()
+    assert validators.evidence(spec, cache).ok.all()
     healthy(store)
     assert plain_metrics(store)["leases_open"] == 0
     return cache, length
