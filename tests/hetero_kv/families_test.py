@@ -13,8 +13,8 @@ from tests.hetero_kv.faults.matrix_test import bench, run, with_all_on
 from tests.models import families
 
 # One of each kind. The forward pass of every family is compared in tests/models/families_test.py.
-KINDS = ("gpt_oss", "nsa", "qwen3_next")
-AUDITED = ("nsa", "qwen3_next")  # audits compile the prefill once more
+KINDS = ("gpt_oss", "qwen3_next")
+AUDITED = ("qwen3_next",)  # audits compile the prefill once more
 
 
 @pytest.mark.parametrize("name", variants.some(families.every(), KINDS))
