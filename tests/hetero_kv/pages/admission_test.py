@@ -13,7 +13,7 @@ from hetero_kv.pages.admission import Some, Want
 from hetero_kv.pages.layout import Paging, history_slots
 from hetero_kv.state import Cache
 from tests import variants
-from tests.hetero_kv import synthetic
+from tests.hetero_kv import synthetic, validators
 from tests.hetero_kv.pages import convert
 from tests.hetero_kv.pages.convert import owner
 
@@ -31,7 +31,6 @@ FAIL = jax.jit(admission.fail_load)
 REVOKE = jax.jit(functools.partial(admission.revoke, SPEC, poison=True))
 KEEP = jax.jit(admission.keep)
 DROP = jax.jit(functools.partial(admission.drop, SPEC, poison=True))
-LEDGERS = jax.jit(paged.ledgers)
 
 
 @functools.cache
@@ -70,7 +69,7 @@ def forms(cache: Cache, row: int) -> list[list[int]]:
 
 
 def check_books(cache: Cache) -> None:
-    for name, books in LEDGERS(cache).items():
+    for name, books in validators.ledgers(cache).items():
         assert bool(books.exact), name
 
 
@@ -272,10 +271,10 @@ def test_kept_pages_outlive_their_row() -> None:
         for slot in history_slots(SPEC)[page.component]:
             for one, two in ((x.leaf(slot)[:, mine] for x in (kept, cache)),):
                 assert np.asarray(one).tobytes() == np.asarray(two).tobytes()
-    assert all(bool(x.exact) for x in LEDGERS(kept).values())
+    assert all(bool(x.exact) for x in validators.ledgers(kept).values())
     shared, given = ADMIT(kept, 2, lent)
     assert int(given.flags) == 0 and not np.asarray(given.changed).any()
-    assert all(bool(x.exact) for x in LEDGERS(shared).values())
+    assert all(bool(x.exact) for x in validators.ledgers(shared).values())
     for c, page in enumerate(PAGES):  # whatever the page table has come to say
         pages = kept.pages.tables[page.component]
         wrong = pages._replace(generation=pages.generation + 1, form=pages.form * 0 + table.CORRUPT)
@@ -294,7 +293,7 @@ def test_kept_pages_outlive_their_row() -> None:
                 if jnp.issubdtype(free.leaf(slot).dtype, jnp.floating):
                     assert jnp.isnan(free.leaf(slot)[:, mine]).all(), slot.path
     free = DROP(kept, gone)
-    assert all(bool(x.exact) and int(x.owned) == 0 for x in LEDGERS(free).values())
+    assert all(bool(x.exact) and int(x.owned) == 0 for x in validators.ledgers(free).values())
     _, flags = KEEP(free, some)
     assert (np.asarray(flags)[lent.whole > 0] != 0).all()
 

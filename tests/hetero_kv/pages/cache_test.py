@@ -13,7 +13,7 @@ from hetero_kv.pages import cache as paged
 from hetero_kv.pages import table
 from hetero_kv.pages.layout import Paging, history_slots
 from hetero_kv.state import Cache
-from tests.hetero_kv import synthetic
+from tests.hetero_kv import synthetic, validators
 from tests.hetero_kv.pages import convert
 from tests.hetero_kv.pages.convert import owner, reserve
 
@@ -25,7 +25,6 @@ RELEASE = jax.jit(functools.partial(paged.release, SPEC))
 POISON = jax.jit(functools.partial(paged.release, SPEC, poison=True))
 SEAL = jax.jit(functools.partial(paged.seal, SPEC))
 SHARE = jax.jit(functools.partial(paged.share_prefix, SPEC))
-LEDGERS = jax.jit(paged.ledgers)
 SUMS = jax.jit(functools.partial(paged.checksums, SPEC), static_argnums=1)
 
 
@@ -48,7 +47,7 @@ def flagged(flags: jax.Array) -> set[str]:
 
 
 def check_books(cache: Cache) -> None:
-    for name, books in LEDGERS(cache).items():
+    for name, books in validators.ledgers(cache).items():
         assert bool(books.exact), name
         total = int(books.free + books.owned + books.shared)
         assert total == cache.pages.paging.page(name).count, name
@@ -196,7 +195,7 @@ def test_seal_refuses_short_pages_and_foreign_ones() -> None:
 @pytest.mark.parametrize("length", [0, 8, 16, 23, 32, 40])
 def test_a_shared_prefix_reads_as_the_original(length: int) -> None:
     cache, flags = SEAL(standing(40), 0)
-    free = {name: int(x.free) for name, x in LEDGERS(cache).items()}
+    free = {name: int(x.free) for name, x in validators.ledgers(cache).items()}
     cache, flags = SHARE(cache, 0, 2, length, CAPACITY, owner(3))
     assert int(flags) == 0, flagged(flags)
     check_books(cache)
@@ -209,7 +208,7 @@ def test_a_shared_prefix_reads_as_the_original(length: int) -> None:
     assert not [x for x in named if isinstance(kinds[x], History)]
     counts = [x for x in named if isinstance(kinds[x], Evidence) and kinds[x].kind == "count"]
     assert not counts
-    for name, books in LEDGERS(cache).items():
+    for name, books in validators.ledgers(cache).items():
         page = cache.pages.paging.page(name)
         whole = int(page.contract.count(length)) // page.entries
         assert int(books.shared) == whole
@@ -227,7 +226,7 @@ def test_a_shared_prefix_reads_as_the_original(length: int) -> None:
         assert int(flags) == 0
         check_books(none)
         assert all(int(x.free) == len(none.pages.tables[n].form) for n, x in
-                   LEDGERS(none).items())  # fmt: skip
+                   validators.ledgers(none).items())  # fmt: skip
 
 
 @pytest.mark.parametrize(

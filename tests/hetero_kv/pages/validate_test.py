@@ -24,7 +24,6 @@ TOKENS = np.arange(CAPACITY) * 5 % 11
 NAMES = ["csa entries", "csa index keys", "nsa entries", "full kv"]
 CHECK = jax.jit(functools.partial(at_use.check, SPEC))
 DEEP = jax.jit(functools.partial(at_use.check, SPEC, finite=True, sealed=True))
-EXPECT = jax.jit(at_use.expect)
 SEAL = jax.jit(functools.partial(paged.seal, SPEC))
 ONES = np.ones(ROWS, np.int32)
 LENGTH = 29  # of row 1, which the faults are in
@@ -68,7 +67,10 @@ def test_true_state_passes(lengths: tuple[int, ...]) -> None:
     for row in range(ROWS):
         cache, flags = SEAL(cache, row)
         assert int(flags) == 0
-    expected, room = EXPECT(cache), np.asarray([min(5, CAPACITY - n) for n in lengths], np.int32)
+    expected, room = (
+        validators.expect(cache),
+        np.asarray([min(5, CAPACITY - n) for n in lengths], np.int32),
+    )
     for verdict in (CHECK(cache, expected, room), DEEP(cache, expected, room)):
         assert verdict.ok.all() and not verdict.bits.any()
         assert verdict.bits.shape == (ROWS, len(validate.components(SPEC)))
@@ -77,7 +79,11 @@ def test_true_state_passes(lengths: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_faults_of_pages(name: str) -> None:
     cache = sealed()
-    expected, pages, page = EXPECT(cache), cache.pages.tables[name], cache.pages.paging.page(name)
+    expected, pages, page = (
+        validators.expect(cache),
+        cache.pages.tables[name],
+        cache.pages.paging.page(name),
+    )
     last = page.pages_for(LENGTH) - 1
     first_id, last_id = int(pages.table[1, 0]), int(pages.table[1, last])
     joint = "lengths: joint"
@@ -113,7 +119,11 @@ def test_faults_of_pages(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_to_be_written_must_be_the_rows_own(name: str) -> None:
     cache = sealed()
-    expected, pages, page = EXPECT(cache), cache.pages.tables[name], cache.pages.paging.page(name)
+    expected, pages, page = (
+        validators.expect(cache),
+        cache.pages.tables[name],
+        cache.pages.paging.page(name),
+    )
     count = np.asarray([0, 40 - LENGTH, 0], np.int32)
     column = page.pages_for(LENGTH)  # the first page that is still empty
     index = int(pages.table[1, column])
@@ -137,7 +147,7 @@ def test_what_is_to_be_written_must_be_the_rows_own(name: str) -> None:
 
 
 def test_evidence_and_joint_state() -> None:
-    cache, expected = sealed(), EXPECT(sealed())
+    cache, expected = sealed(), validators.expect(sealed())
     slot = next(x for x in SPEC.slots() if x.name == "keys_count")
     changed = synthetic.edit(cache, slot, (0, 1), 1, add=True)
     have = found(CHECK(changed, expected, ONES))
@@ -148,7 +158,7 @@ def test_evidence_and_joint_state() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bytes_of_pages(name: str) -> None:
-    cache, expected = sealed(), EXPECT(sealed())
+    cache, expected = sealed(), validators.expect(sealed())
     pages, page = cache.pages.tables[name], cache.pages.paging.page(name)
     for slot in history_slots(SPEC)[name]:
         first = (slot.repeats - 1, int(pages.table[1, 0]), page.entries - 1)
@@ -168,7 +178,7 @@ def test_bytes_of_pages(name: str) -> None:
 def test_rows_that_are_not_asked_about_pass() -> None:
     cache = sealed().replace(length=sealed().length + 1)
     rows = np.array([False, True, False])
-    verdict = CHECK(cache, EXPECT(cache), ONES, rows)
+    verdict = CHECK(cache, validators.expect(cache), ONES, rows)
     assert verdict.ok.tolist() == [True, False, True] and not verdict.bits[0].any()
 
 
@@ -185,9 +195,9 @@ def test_one_program_under_vmap_and_scan() -> None:
 
 def test_without_pages_there_is_the_evidence() -> None:
     cache = synthetic.advance(SPEC, synthetic.empty(SPEC, ROWS, CAPACITY), 1, TOKENS, LENGTH)
-    assert validators.check(SPEC, cache).ok.all()
+    assert CHECK(cache).ok.all()
     wrong = cache.replace(length=cache.length.at[1].add(1))
-    assert "lengths: joint" in found(validators.check(SPEC, wrong))
+    assert "lengths: joint" in found(CHECK(wrong))
 
 
 def test_static_validators_raise_while_tracing() -> None:
