@@ -1,18 +1,22 @@
 """Products with weights, and the layout of a weight that decoding on a CPU reads fastest."""
 
 import dataclasses
-from collections.abc import Sequence
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-COLUMNS = 64  # of a block: what XLA's CPU products take of a matrix at a time
-FEW = 8  # rows up to which blocks are faster than the matrix
+COLUMNS = 64  # what XLA's CPU products take of a matrix at a time
+BLOCK = 2**16  # numbers of a block at most: what a core's cache keeps from one row to the next
+NARROW = 16  # columns up to which a matrix is read faster turned
+FEW = 8  # rows up to which these layouts are faster than the matrix
+
+_register = functools.partial(jax.tree_util.register_dataclass, meta_fields=())
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@functools.partial(_register, data_fields=("columns",))
 @dataclasses.dataclass(frozen=True, eq=False)
 class Blocks:
     """A weight [*lead, K, N] as blocks of its columns.
@@ -27,10 +31,10 @@ class Blocks:
     columns: jax.Array
 
     @classmethod
-    def of(cls, weight: jax.Array) -> "Blocks":
-        """From a weight whose N is a multiple of `COLUMNS`."""
+    def of(cls, weight: jax.Array, columns: int) -> "Blocks":
+        """From a weight whose N is a multiple of `columns`."""
         *lead, k, n = weight.shape
-        parts = weight.reshape(*lead, k, n // COLUMNS, COLUMNS)
+        parts = weight.reshape(*lead, k, n // columns, columns)
         return cls(jnp.moveaxis(parts, -3, -2))
 
     @property
@@ -52,15 +56,6 @@ class Blocks:
         """The weight in one piece, a copy."""
         return jnp.moveaxis(self.columns, -3, -2).reshape(self.shape)
 
-    def tree_flatten_with_keys(self) -> tuple[list, None]:
-        """The array."""
-        return [(jax.tree_util.GetAttrKey("columns"), self.columns)], None
-
-    @classmethod
-    def tree_unflatten(cls, static: None, arrays: Sequence[Any]) -> "Blocks":
-        """The inverse."""
-        return cls(*arrays)
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
@@ -74,17 +69,70 @@ class Part:
     size: int
 
 
-def can_block(weight: Any) -> bool:
-    """Whether blocks help with a weight.
+@functools.partial(_register, data_fields=("rows",))
+@dataclasses.dataclass(frozen=True, eq=False)
+class Turned:
+    """A weight [*lead, K, N] of a few columns, which XLA's products of several rows read faster so.
 
-    Products of other types reorder nothing, or are not shared out, however the weight lies.
+    rows: [*lead, N, K].
     """
-    if not isinstance(weight, jax.Array | np.ndarray) or weight.dtype != jnp.float32:
-        return False
-    return weight.ndim >= 2 and weight.shape[-1] % COLUMNS == 0
+
+    rows: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight."""
+        *lead, n, k = self.rows.shape
+        return (*lead, k, n)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the weight."""
+        return self.rows.dtype
+
+    def astype(self, dtype: Any) -> "Turned":
+        """The weight in another type."""
+        return Turned(self.rows.astype(dtype))
+
+    def whole(self) -> jax.Array:
+        """The weight as it was declared."""
+        return jnp.swapaxes(self.rows, -1, -2)
 
 
-def linear(x: jax.Array, weight: jax.Array | Blocks | Part, dtype: Any = None) -> jax.Array:
+def width(k: int, *wide: int) -> int:
+    """Columns of a block for weights [k, n] of each n in `wide` side by side.
+
+    As many as a block may have, in two blocks at least: inputs are copied for every block, and what
+    follows is computed block by block.
+    """
+    most = max(min(sum(wide) // 2, BLOCK // k), COLUMNS)
+    step = COLUMNS // 2
+    return max(n for n in range(step, most + 1, step) if all(x % n == 0 for x in wide))
+
+
+def can_block(weight: Any) -> bool:
+    """Whether blocks help with a weight."""
+    return _matrix(weight) and weight.shape[-1] % COLUMNS == 0
+
+
+def laid(weight: Any) -> Any:
+    """The weight [*lead, K, N] as products of a few rows read it fastest, maybe as it is."""
+    if can_block(weight):
+        return Blocks.of(weight, width(*weight.shape[-2:]))
+    if _matrix(weight) and weight.shape[-1] <= NARROW:
+        return Turned(jnp.swapaxes(weight, -1, -2))
+    return weight
+
+
+def _matrix(weight: Any) -> bool:
+    """Products of other types than float32 reorder nothing however a weight lies."""
+    array = isinstance(weight, jax.Array | np.ndarray)
+    return array and weight.dtype == jnp.float32 and weight.ndim >= 2
+
+
+def linear(
+    x: jax.Array, weight: jax.Array | Blocks | Part | Turned, dtype: Any = None
+) -> jax.Array:
     """x [..., K] times weight [K, N], or x [g, R, K] times [g, K, N]: [..., N].
 
     dtype: of the sum and the result, default that of the operands.
@@ -93,6 +141,8 @@ def linear(x: jax.Array, weight: jax.Array | Blocks | Part, dtype: Any = None) -
         first, n = weight.start, weight.joined.columns.shape[-1]
         both = linear(x, weight.joined)
         return both[..., first * n : (first + weight.size) * n].astype(dtype or both.dtype)
+    if isinstance(weight, Turned):
+        weight = weight.whole()
     if not isinstance(weight, Blocks):
         return jnp.matmul(x, weight, preferred_element_type=dtype)
     rows, columns = x, weight.columns

@@ -85,11 +85,12 @@ class Decoder:
         """The weights as inference reads them fastest, for every method but training's.
 
         In layers that are not scanned (`scan_layers=False`) experts become arrays of their own, and
-        a layer's vectors one array; everything else is shared with `params`. Results are those of
-        `params` up to rounding, so that a store's identity must be made of the weights in use.
+        a layer's small weights one array; everything else is shared with `params`. Results are
+        those of `params` up to rounding, so that a store's identity must be made of the weights in
+        use.
 
         blocks: have float32 matrices a second time, as calls of `linear.FEW` rows or fewer read
-            them fastest (`linear.Blocks`): twice the memory of the weights. Default: on a CPU.
+            them fastest (`linear.laid`): twice the memory of the weights. Default: on a CPU.
         """
         return self.stack.prepare(params, blocks)
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from hetero_kv.attention.norm import rms_norm
+from hetero_kv.linear import linear
 from hetero_kv.params import Params, ParamSpec, ParamTree
 
 
@@ -31,7 +32,7 @@ class Hyper:
         """fn, base and the scales of its three parts (pre, post, mix)."""
         n = self.streams
         return {
-            "fn": ParamSpec((n * self.d_model, (2 + n) * n), dtype="float32"),
+            "fn": ParamSpec((n * self.d_model, (2 + n) * n), dtype="float32", product=True),
             "base": ParamSpec(((2 + n) * n,), "zeros", dtype="float32"),
             "scale": ParamSpec((3,), "ones", dtype="float32"),
         }
@@ -40,7 +41,7 @@ class Hyper:
         """The mixture in front of the output head."""
         n = self.streams
         return {
-            "fn": ParamSpec((n * self.d_model, n), dtype="float32"),
+            "fn": ParamSpec((n * self.d_model, n), dtype="float32", product=True),
             "base": ParamSpec((n,), "zeros", dtype="float32"),
             "scale": ParamSpec((1,), "ones", dtype="float32"),
         }
@@ -51,7 +52,7 @@ class Hyper:
 
     def _features(self, params: Params, streams: jax.Array) -> jax.Array:
         flat = streams.reshape(*streams.shape[:-2], -1).astype(jnp.float32)
-        return jnp.matmul(rms_norm(flat, None, self.norm_eps), params["fn"])
+        return linear(rms_norm(flat, None, self.norm_eps), params["fn"])
 
     def _mixture(self, weights: jax.Array, streams: jax.Array) -> jax.Array:
         """sum_j weights[..., j] * streams[..., j, :], unrolled (a CPU sum is slow otherwise)."""

@@ -1,25 +1,66 @@
 """A layer's weights as inference reads them fastest, and back to what the layer computes with.
 
-What a step costs beside its products is, first of all, how many arrays it is given: a layer has a
-dozen vectors, so they become one.
+What a step costs beside its products is, first of all, how many arrays it is given, and in how
+deep a tree: a layer has a dozen small ones, so they become one.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetero_kv.linear import Blocks, Part, can_block
+from hetero_kv.linear import FEW, Blocks, Part, can_block, laid, width
 from hetero_kv.params import Params, ParamSpec, ParamTree
 
-VECTORS = "vectors"
+SMALL = "small"
 JOINED = "joined"
+FEW_NUMBERS = 4096  # of a weight that is copied out of `small` at every call
 
 
-@jax.tree_util.register_pytree_with_keys_class
+class Structure:
+    """That of a tree, compared in no time with itself."""
+
+    def __init__(self, treedef: jax.tree_util.PyTreeDef):
+        self.treedef = treedef
+        self._hash = hash(treedef)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Structure) and self.treedef == other.treedef
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("arrays",), meta_fields=("structure",)
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Flat:
+    """A tree of weights as its arrays alone: a call that is given it has no tree to walk."""
+
+    arrays: tuple[jax.Array, ...]
+    structure: Structure
+
+    @classmethod
+    def of(cls, params: Params) -> "Flat":
+        """From the tree."""
+        arrays, treedef = jax.tree.flatten(params)
+        return cls(tuple(arrays), Structure(treedef))
+
+    @property
+    def tree(self) -> Params:
+        """The tree."""
+        return jax.tree.unflatten(self.structure.treedef, self.arrays)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("few", "many"), meta_fields=())
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prepared:
     """A model's weights for calls of `linear.FEW` rows or fewer, and for all others."""
@@ -27,74 +68,87 @@ class Prepared:
     few: Params
     many: Params
 
-    def tree_flatten_with_keys(self) -> tuple[list, None]:
-        """Both."""
-        key = jax.tree_util.GetAttrKey
-        return [(key("few"), self.few), (key("many"), self.many)], None
+    def read(self, rows: int) -> Flat:
+        """Those for a call of so many rows."""
+        return self._few if rows <= FEW else self._many
 
-    @classmethod
-    def tree_unflatten(cls, static: None, parts: Sequence[Any]) -> "Prepared":
-        """The inverse."""
-        return cls(*parts)
+    @functools.cached_property
+    def _few(self) -> Flat:
+        return Flat.of(self.few)
+
+    @functools.cached_property
+    def _many(self) -> Flat:
+        return Flat.of(self.many)
 
 
 def prepare(tree: ParamTree, params: Params) -> Params:
     """Weights `params` of one layer, declared by `tree`; each has a leading axis more.
 
-    All float32 vectors become one array `vectors`, in the order of the tree. The rest is shared.
+    All small ones of float32 become one array `small`, in the order of the tree; the rest is
+    shared.
     """
-    if VECTORS in params:
+    if SMALL in params:
         return params
-    left, vectors = _parted(tree, params, _is_vector)
-    if not vectors:
+    left, small = _parted(tree, params, _is_small)
+    if not small:
         return params
-    return {**left, VECTORS: jnp.concatenate([x for _, x in vectors], axis=-1)}
+    rows = [x.reshape(x.shape[0], -1) for _, x in small]
+    return {**left, SMALL: jnp.concatenate(rows, axis=-1)}
 
 
-def blocked(tree: ParamTree, params: Params) -> Params:
-    """Weights declared by `tree` with matrices of products as `linear.Blocks` where that helps."""
+def laid_out(tree: ParamTree, params: Params) -> Params:
+    """Weights declared by `tree`, those of products as `linear.laid` lays them."""
     new = dict(params)
     for name, spec in tree.items():
         if name not in params:
             continue
         if not isinstance(spec, ParamSpec):
-            new[name] = blocked(spec, params[name])
+            new[name] = laid_out(spec, params[name])
+        elif isinstance(params[name], tuple):  # of experts
+            new[name] = tuple(map(laid, params[name])) if spec.product else params[name]
         elif spec.product:
-            new[name] = _blocks(params[name])
+            new[name] = laid(params[name])
     return new
 
 
 def few(tree: ParamTree, params: Params) -> Params:
-    """Prepared weights of one layer for few rows: in blocks where that helps.
+    """Prepared weights of one layer for few rows: each as `linear.laid` lays it.
 
     Of its attention's, blocks of weights that read the same become one array of `joined`.
     """
-    params = blocked(tree, params)
-    return {**params, "attn": _joined(tree["attn"], params["attn"])}
+    attn, joined = _joined(tree["attn"], params["attn"])
+    new = laid_out(tree, {**params, "attn": attn})
+    return {**new, "attn": {**new["attn"], JOINED: joined}} if joined else new
 
 
-def _joined(tree: ParamTree, params: Params) -> Params:
-    left, parts = _parted(tree, params, lambda spec, x: spec.reads and isinstance(x, Blocks))
-    columns: dict[str, list[jax.Array]] = {}
+def _joined(tree: ParamTree, params: Params) -> tuple[Params, dict[str, Blocks]]:
+    """The weights that stay apart, and the others by what they read, in the order of the tree."""
+    left, parts = _parted(tree, params, lambda spec, x: spec.reads and can_block(x))
+    read: dict[str, list[jax.Array]] = {}
     for spec, x in parts:
-        columns.setdefault(spec.reads, []).append(x.columns)
-    joined = {name: Blocks(jnp.concatenate(each, axis=-3)) for name, each in columns.items()}
-    return {**left, JOINED: joined} if joined else params
+        read.setdefault(spec.reads, []).append(x)
+    joined = {}
+    for name, each in read.items():
+        n = width(each[0].shape[-2], *(x.shape[-1] for x in each))
+        columns = [Blocks.of(x, n).columns for x in each]
+        joined[name] = Blocks(jnp.concatenate(columns, axis=-3))
+    return left, joined
 
 
 def plain(tree: ParamTree, params: Params) -> Params:
     """The weights of a layer with all in their places, without the leading axis."""
-    whole, joined = params.get(VECTORS), params.get("attn", {}).get(JOINED, {})
+    whole, joined = params.get(SMALL), params.get("attn", {}).get(JOINED, {})
     if whole is None and not joined:
         return params
-    start = dict.fromkeys((VECTORS, *joined), 0)
+    start = dict.fromkeys((SMALL, *joined), 0)
 
     def taken(spec: ParamSpec) -> jax.Array | Part:
-        kind = spec.reads if spec.reads in joined else VECTORS
+        kind = spec.reads if spec.reads in joined else SMALL
         first, size = start[kind], spec.shape[-1]
-        if kind == VECTORS:
+        if kind == SMALL:
+            size = math.prod(spec.shape)
             start[kind] += size
-            return whole[first : first + size]
+            return whole[first : first + size].reshape(spec.shape)
         size //= joined[kind].columns.shape[-1]
         start[kind] += size
         return Part(joined[kind], first, size)
@@ -111,9 +165,14 @@ def plain(tree: ParamTree, params: Params) -> Params:
     return fill(tree, params)
 
 
-def _is_vector(spec: ParamSpec, x: Any) -> bool:
+def _is_small(spec: ParamSpec, x: Any) -> bool:
     array = isinstance(x, jax.Array | np.ndarray)
-    return len(spec.shape) == 1 and array and x.dtype == jnp.float32
+    return (
+        array
+        and x.dtype == jnp.float32
+        and not spec.product
+        and math.prod(spec.shape) <= FEW_NUMBERS
+    )
 
 
 def _parted(
@@ -132,10 +191,3 @@ def _parted(
         else:
             left[name] = params[name]
     return left, taken
-
-
-def _blocks(x: Any) -> Any:
-    """A matrix, or each of a tuple of experts' matrices."""
-    if isinstance(x, tuple):
-        return tuple(map(_blocks, x))
-    return Blocks.of(x) if can_block(x) else x

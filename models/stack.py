@@ -11,13 +11,13 @@ from hetero_kv.attention import rope
 from hetero_kv.attention.call import Call, Train, View
 from hetero_kv.attention.norm import rms_norm
 from hetero_kv.contract import Segment
-from hetero_kv.linear import FEW, linear
+from hetero_kv.linear import linear
 from hetero_kv.pages import views
 from hetero_kv.params import Params, ParamSpec, ParamTree, matrix
 from hetero_kv.state import Cache
 from models import prepared
 from models.layers import Layer
-from models.prepared import Prepared
+from models.prepared import Flat, Prepared
 from models.quantised import leaf
 
 
@@ -110,13 +110,16 @@ class Stack:
         params = {**params, "segments": many}
         if not blocks:
             return params
-        return Prepared({**prepared.blocked(self._top_params(), params), "segments": few}, params)
+        return Prepared({**prepared.laid_out(self._top_params(), params), "segments": few}, params)
 
-    def weights(self, params: Params | Prepared, rows: int) -> Params:
+    def weights(self, params: Params | Prepared | Flat, rows: int) -> Params | Flat:
         """What a call of so many rows reads: picked before the call, it is given fewer arrays."""
-        if not isinstance(params, Prepared):
-            return params
-        return params.few if rows <= FEW else params.many
+        return params.read(rows) if isinstance(params, Prepared) else params
+
+    def _tree(self, params: Params | Prepared | Flat, rows: int) -> Params:
+        """The same in their places, within the call."""
+        params = self.weights(params, rows)
+        return params.tree if isinstance(params, Flat) else params
 
     def cache_segments(self) -> tuple[Segment, ...]:
         """The cached leaves of every group."""
@@ -180,7 +183,7 @@ class Stack:
 
         "indexer_kl" is the mean over layers with an indexer; the others are lists.
         """
-        params = self.weights(params, tokens.size)
+        params = self._tree(params, tokens.size)
         batch, length = tokens.shape
         positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
         zero = jnp.zeros(batch, jnp.int32)
@@ -269,7 +272,7 @@ class Stack:
         "none" → f32[R, 0]. first: window rows of earlier positions are absent (replay). verified:
         the caller has seen to it that the pages of rows that run suffice.
         """
-        params, start = self.weights(params, tokens.size), cache.length
+        params, start = self._tree(params, tokens.size), cache.length
         fits = start + count <= cache.capacity
         if cache.pages is not None and not verified:
             first_new = jnp.where(replay, start + count, start)  # a replay writes no History
@@ -308,7 +311,7 @@ class Stack:
         cache is full, or whose pages do not suffice: its logits are NaN (fail closed). verified: as
         in `call`.
         """
-        params, start = self.weights(params, token.size), cache.length
+        params, start = self._tree(params, token.size), cache.length
         fits = start < cache.capacity
         if cache.pages is not None and not verified:
             fits &= views.suffices(cache, start, start + 1)

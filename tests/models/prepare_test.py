@@ -89,13 +89,13 @@ def test_weights_that_read_the_same_are_read_at_once(narrow_blocks) -> None:
     assert products(plain) - products(few) == (7 - 1) + (2 - 1)
 
 
-def test_experts_and_vectors() -> None:
+def test_experts_and_small_weights() -> None:
     model = _apart("v4")
     params = random_params(model, 3)
     prepared = model.prepare(params, blocks=False)
     layers = [x["0"] for x in prepared["segments"].values()]
     assert all(isinstance(x["mlp"]["down"], tuple) for x in layers)
-    assert all(x["vectors"].ndim == 2 and "attn_norm" not in x for x in layers)
+    assert all(x["small"].ndim == 2 and "attn_norm" not in x for x in layers)
     # Nothing else is copied.
     assert prepared["embed"] is params["embed"]
     assert layers[0]["attn"]["q_b"] is params["segments"]["0"]["0"]["attn"]["q_b"]
