@@ -10,6 +10,7 @@ import numpy as np
 
 COLUMNS = 64  # what XLA's CPU products take of a matrix at a time
 BLOCK = 2**16  # numbers of a block at most: what a core's cache keeps from one row to the next
+BLOCKED = 2**17  # numbers of a matrix in blocks at most: XLA shares products of larger ones out
 NARROW = 16  # columns up to which a matrix is read faster turned
 FEW = 8  # rows up to which these layouts are faster than the matrix
 
@@ -21,9 +22,10 @@ _register = functools.partial(jax.tree_util.register_dataclass, meta_fields=())
 class Blocks:
     """A weight [*lead, K, N] as blocks of its columns.
 
-    XLA's product of a few rows with a matrix reorders the matrix first, at every call, and does not
-    share small ones out to cores. With blocks of `COLUMNS` there is nothing to reorder, and they
-    are shared out: 1.2 to 2.8 times as fast at 1 to 8 rows (jax 0.10.2, 2 cores, AVX-512).
+    XLA's product of a few rows with a matrix reorders the matrix first, at every call. In blocks
+    there is nothing to reorder: small matrices are read up to 1.3 times as fast at 2 to 8 rows
+    (jax 0.10.2, 2 cores, AVX-512). On some machines large ones are too; on others XLA shares a
+    large matrix out to cores and its blocks not, so that they are 0.7 times as fast.
 
     columns: [*lead, N / n, K, n], each block in one piece.
     """
@@ -112,7 +114,9 @@ def width(k: int, *wide: int) -> int:
 
 def can_block(weight: Any) -> bool:
     """Whether blocks help with a weight."""
-    return _matrix(weight) and weight.shape[-1] % COLUMNS == 0
+    if not _matrix(weight) or weight.shape[-1] % COLUMNS:
+        return False
+    return weight.shape[-2] * weight.shape[-1] <= BLOCKED
 
 
 def laid(weight: Any) -> Any:

@@ -191,6 +191,7 @@ class BenchConfig:
 
     steps: int = 16  # decode steps of one timed block
     warm_steps: int = 8  # before them, not timed
+    pause_seconds: float = 0.05  # before a block: the other arm's threads spin when it is done
     repeats: int = 9  # timed blocks of each arm, taken in turns; the median is reported
     least_repeats: int = 3
     seconds: float = 60.0  # per phase of a cell; beyond it only `least_repeats` are taken
@@ -225,7 +226,9 @@ class BenchConfig:
         config_checks.not_empty(self, "batches", "contexts", "growth.contexts")
         config_checks.at_least(self, 1, *counts, *(f"growth.{x}" for x in of_parts))
         config_checks.at_least(self, 1, "compile.batch", "compile.capacity", "compile.processes")
-        config_checks.at_least(self, 0, "warm_steps", "seconds", "seed", "hf_calls")
+        config_checks.at_least(
+            self, 0, "warm_steps", "pause_seconds", "seconds", "seed", "hf_calls"
+        )
         config_checks.above(self, 0, "hf_gigabytes")
         if self.hf and not self.hf_calls:
             raise ValueError("hf_calls names what to try; hf=False leaves HF out")

@@ -1,5 +1,6 @@
 """One size at one batch and context: this decoder and HF's on the same weights, in turns."""
 
+import functools
 import pathlib
 import time
 from collections.abc import Callable, Mapping
@@ -152,8 +153,12 @@ def _in_turns(
         ms = {name: 1e3 * timing.median(values) for name, values in samples.items()}
         shown(before + rounds, ms)
 
+    def after_pause(run: Callable, arm: str) -> float:
+        time.sleep(config.pause_seconds)
+        return run(arm)
+
     return timing.in_turns(
-        {name: lambda run=run, arm=arm: run(arm) for name, (run, arm) in blocks.items()},
+        {name: functools.partial(after_pause, *block) for name, block in blocks.items()},
         repeats=config.repeats,
         least_repeats=config.least_repeats,
         seconds=config.seconds,

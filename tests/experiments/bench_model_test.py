@@ -67,6 +67,7 @@ class ConfigTest(parameterized.TestCase):
         ({"seed": -1}, "seed"),
         ({"seconds": -1}, "seconds"),
         ({"warm_steps": -1}, "warm_steps"),
+        ({"pause_seconds": -1.0}, "pause_seconds"),
         ({"hf_calls": (-5,)}, "hf_calls"),
         ({"hf_experts": ("foo",)}, "hf_experts"),
         ({"hf_gigabytes": 0}, "hf_gigabytes"),

@@ -78,5 +78,6 @@ def test_only_float32_matrices_are_laid_otherwise() -> None:
     assert isinstance(linear.laid(np.asarray(wide)), Blocks)
     between = jnp.zeros((3, linear.COLUMNS + 1))
     vector, half = jnp.zeros(2 * linear.COLUMNS), wide.astype(jnp.bfloat16)
-    for kept in (between, vector, half, jnp.zeros((3, 4), jnp.bfloat16)):
+    large = jnp.zeros((1025, 2 * linear.COLUMNS))
+    for kept in (between, vector, half, large, jnp.zeros((3, 4), jnp.bfloat16)):
         assert linear.laid(kept) is kept and not linear.can_block(kept)
