@@ -26,6 +26,8 @@ from experiments import (
     training,
 )
 
+pytestmark = pytest.mark.usefixtures("fast_compile")
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RECALL = str(ROOT / "configs" / "train_recall.py")
 

@@ -11,6 +11,7 @@ from hetero_kv import linear
 from hetero_kv.linear import Blocks
 from hetero_kv.params import Params
 from models.decoder import Decoder
+from models.prepared import Flat
 from tests.models import families, tiny
 from tests.models.weights import random_params
 
@@ -104,6 +105,26 @@ def test_experts_and_small_weights() -> None:
     twice = model.prepare(params, blocks=True)
     assert twice.few["embed"] is twice.many["embed"] is params["embed"]
     assert model.prepare(twice) is twice
+
+
+def test_calls_are_given_the_arrays_alone() -> None:
+    model = _apart("full_mixed")
+    made = [model.prepare(random_params(model, seed), blocks=True) for seed in (3, 4)]
+    traces = []
+
+    @jax.jit
+    def call(flat: Flat) -> Params:
+        traces.append(flat.tree)
+        return flat.tree
+
+    for prepared in made:
+        for rows, part in ((linear.FEW, prepared.few), (linear.FEW + 1, prepared.many)):
+            flat = prepared.read(rows)
+            assert flat is prepared.read(rows) is model.stack.weights(flat, rows)
+            found = call(flat)
+            assert jax.tree.structure(found) == jax.tree.structure(part)
+            jax.tree.map(np.testing.assert_array_equal, found, part)
+    assert len(traces) == 2  # for few rows and for many, whosever weights they are
 
 
 def test_scanned_layers_keep_theirs_in_one_array() -> None:
