@@ -90,21 +90,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.parity)
 
 
-@pytest.fixture
-def fast_compile(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """XLA leaves its optimisations out, here and in processes that the test starts.
-
-    For what compiles programs of its own that run for a moment. Not where bits are compared with
-    those of programs that other tests compile.
-    """
-    import jax
-
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 _spent: dict[str, float] = defaultdict(float)
 
 

@@ -21,8 +21,9 @@ def test_is_committed_without_outputs(path: pathlib.Path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-@pytest.mark.usefixtures("fast_compile")
-def test_runs(path: pathlib.Path):
+def test_runs(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    # Its kernel is a process of its own, where compiling takes most of the time.
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(DIRECTORY)}})
     client.execute()  # raises on the first cell that fails; the notebooks assert what they claim

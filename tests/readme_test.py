@@ -4,9 +4,6 @@ import pathlib
 import re
 
 import numpy as np
-import pytest
-
-pytestmark = pytest.mark.usefixtures("fast_compile")
 
 README = pathlib.Path(__file__).resolve().parent.parent / "README.md"
 

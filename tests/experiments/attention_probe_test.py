@@ -8,9 +8,6 @@ import models
 from experiments import attention_probe
 from models.config import DecoderConfig
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
-
 T, W = 10, 3
 CONFIG = DecoderConfig(
     vocab_size=16, d_model=8, d_ff=8, n_heads=2, n_kv_heads=1, head_dim=4, rope_dim=0,

@@ -10,8 +10,6 @@ from experiments import bench_kernels, config_tools, tune
 from experiments.bench.kernel_cases import Cases
 from hetero_kv.kernels import tuning
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 

@@ -10,8 +10,6 @@ from experiments import safety_cost
 from experiments.safety_config import FIRST_TOKEN, PARTS, RATE, STEP, SafetyConfig
 from tests import variants
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 CLAIMS = {STEP: 3, RATE: 2, FIRST_TOKEN: 1}
 
 

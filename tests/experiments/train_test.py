@@ -26,8 +26,6 @@ from experiments import (
     training,
 )
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RECALL = str(ROOT / "configs" / "train_recall.py")
 

@@ -8,9 +8,6 @@ import models
 from experiments import recall_metrics, selection_probe
 from models.config import DecoderConfig
 
-pytestmark = pytest.mark.usefixtures("fast_compile")
-
-
 T, RATIO, K = 24, 2, 3
 CONFIG = DecoderConfig(
     vocab_size=16, d_model=16, d_ff=16, n_heads=1, head_dim=16, rope_dim=4, window=4,
