@@ -96,7 +96,7 @@ def weights_of(made: Bundle, model: models.Decoder, path: str = "") -> Params:
             return prepared
     raise ValueError(
         f"{path} holds weights {found[:16]}…, and the bundle was made with {digest[:16]}…: "
-        "give those with --weights"
+        "give those with --weights (or an older version prepared them otherwise)"
     )
 
 

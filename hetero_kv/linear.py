@@ -10,7 +10,7 @@ import numpy as np
 
 COLUMNS = 64  # what XLA's CPU products take of a matrix at a time
 BLOCK = 2**16  # numbers of a block at most: what a core's cache keeps from one row to the next
-BLOCKED = 2**17  # numbers of a matrix in blocks at most: XLA shares products of larger ones out
+BLOCKED = 2**17  # numbers of a matrix in blocks at most: products of larger ones use all cores
 NARROW = 16  # columns up to which a matrix is read faster turned
 FEW = 8  # rows up to which these layouts are faster than the matrix
 
@@ -104,8 +104,8 @@ class Turned:
 def width(k: int, *wide: int) -> int:
     """Columns of a block for weights [k, n] of each n in `wide` side by side.
 
-    As many as a block may have, in two blocks at least: inputs are copied for every block, and what
-    follows is computed block by block.
+    As many as a block may have, in two blocks where that leaves `COLUMNS`: inputs are copied for
+    every block, and what follows is computed block by block.
     """
     most = max(min(sum(wide) // 2, BLOCK // k), COLUMNS)
     step = COLUMNS // 2
@@ -157,7 +157,7 @@ def linear(
     return _blocks(rows, columns, dtype).reshape(*x.shape[:-1], -1)
 
 
-def grouped(x: jax.Array, weight: jax.Array | Blocks) -> jax.Array:
+def grouped(x: jax.Array, weight: jax.Array | Blocks | Turned) -> jax.Array:
     """x [..., g, K], each group times its own weight of [g, K, N]: [..., g, N]."""
     rows = jnp.moveaxis(x.reshape(-1, *x.shape[-2:]), -2, 0)
     return jnp.moveaxis(linear(rows, weight), 0, -2).reshape(*x.shape[:-1], -1)

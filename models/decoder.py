@@ -22,7 +22,7 @@ from models import checked, pieces, schedule, speculative
 from models.checks import check_config, check_names, check_tokens
 from models.config import DecoderConfig
 from models.layers import layer
-from models.prepared import Prepared
+from models.prepared import Flat, Prepared
 from models.sampling import Sampler
 from models.stack import Group, Stack
 
@@ -89,8 +89,8 @@ class Decoder:
         those of `params` up to rounding, so that a store's identity must be made of the weights in
         use.
 
-        blocks: have float32 matrices a second time, as calls of `linear.FEW` rows or fewer read
-            them fastest (`linear.laid`): twice the memory of the weights. Default: on a CPU.
+        blocks: have small float32 matrices a second time, as calls of `linear.FEW` rows or fewer
+            read them fastest (`linear.laid`): at most twice the memory. Default: on a CPU.
         """
         return self.stack.prepare(params, blocks)
 
@@ -143,7 +143,7 @@ class Decoder:
     def _call(self):
         return jax.jit(self.stack.call, static_argnames=("logits",), donate_argnames=("cache",))
 
-    def _wide(self, params: Params, cache: Cache) -> Params:
+    def _wide(self, params: Params, cache: Cache) -> Params | Flat:
         """The weights that prefill calls read, whatever their size."""
         return self.stack.weights(params, cache.batch * self.call_sizes[0])
 

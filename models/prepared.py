@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetero_kv.linear import FEW, Blocks, Part, can_block, laid, width
+from hetero_kv.linear import FEW, Blocks, Part, Turned, can_block, laid, width
 from hetero_kv.params import Params, ParamSpec, ParamTree
 
 SMALL = "small"
 JOINED = "joined"
-FEW_NUMBERS = 4096  # of a weight that is copied out of `small` at every call
+MOST = 4096  # numbers of a weight that is copied out of `small` at every call
 
 
 class Structure:
@@ -135,6 +135,50 @@ def _joined(tree: ParamTree, params: Params) -> tuple[Params, dict[str, Blocks]]
     return left, joined
 
 
+def declared(tree: ParamTree, params: Params) -> Params:
+    """Shapes of one layer's weights in the places that `tree` has for them, prepared or not.
+
+    A layer's weights have a leading axis more. What fits no place stays as it is.
+    """
+    whole, joined = params.get(SMALL), params.get("attn", {}).get(JOINED, {})
+    held = {**joined, SMALL: whole} if whole is not None else dict(joined)
+    left = {name: x.shape[-1] for name, x in held.items()}
+
+    def taken(spec: ParamSpec) -> jax.ShapeDtypeStruct | None:
+        kind = spec.reads if spec.reads in joined else SMALL
+        size = math.prod(spec.shape) if kind == SMALL else spec.shape[-1]
+        if left.get(kind, 0) < size:
+            return None
+        left[kind] -= size
+        lead = held[kind].shape[: -1 if kind == SMALL else -2]
+        return jax.ShapeDtypeStruct((*lead, *spec.shape), held[kind].dtype)
+
+    def fill(tree: ParamTree, part: Params) -> Params:
+        new = {k: v for k, v in part.items() if k not in tree}
+        for name, spec in tree.items():
+            if not isinstance(spec, ParamSpec):
+                new[name] = fill(spec, part.get(name, {}))
+            elif (x := _shape(part[name]) if name in part else taken(spec)) is not None:
+                new[name] = x
+        return new
+
+    new = fill(tree, params)
+    if not any(left.values()):
+        new.pop(SMALL, None)
+        new.get("attn", {}).pop(JOINED, None)
+    return new
+
+
+def _shape(x: Any) -> Any:
+    """Of a weight, however it is laid, or of experts' weights that are apart."""
+    if isinstance(x, Blocks | Turned):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    if isinstance(x, tuple):
+        one = _shape(x[0])
+        return jax.ShapeDtypeStruct((one.shape[0], len(x), *one.shape[1:]), one.dtype)
+    return x
+
+
 def plain(tree: ParamTree, params: Params) -> Params:
     """The weights of a layer with all in their places, without the leading axis."""
     whole, joined = params.get(SMALL), params.get("attn", {}).get(JOINED, {})
@@ -167,12 +211,7 @@ def plain(tree: ParamTree, params: Params) -> Params:
 
 def _is_small(spec: ParamSpec, x: Any) -> bool:
     array = isinstance(x, jax.Array | np.ndarray)
-    return (
-        array
-        and x.dtype == jnp.float32
-        and not spec.product
-        and math.prod(spec.shape) <= FEW_NUMBERS
-    )
+    return array and x.dtype == jnp.float32 and not spec.product and math.prod(spec.shape) <= MOST
 
 
 def _parted(

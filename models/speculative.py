@@ -65,6 +65,7 @@ class Drafts:
         views.check_suffices(cache, count)
         columns = next(x for x in self._sizes if x >= size)
         tokens = np.pad(tokens, ((0, 0), (0, columns - size)))
+        params = self._stack.weights(params, tokens.size)
         logits, cache, before = self._verify(params, tokens, count.astype(np.int32), cache)
         return logits[:, :size], Draft(tokens, count, cache, before)
 
@@ -78,6 +79,7 @@ class Drafts:
         cache, draft.cache = draft.cache, None
         if (count == draft.count).all():
             return cache
+        params = self._stack.weights(params, draft.tokens.size)
         return self._accept(params, draft.tokens, count.astype(np.int32), cache, draft.before)
 
     # -- traced ----------------------------------------------------------------------------------

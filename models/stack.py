@@ -140,20 +140,24 @@ class Stack:
         """Made once: an eager `forward` asks at every call."""
         return self.abstract_params()
 
-    @functools.cached_property
-    def _prepared(self) -> tuple[Params, Params]:
-        """The same after `prepare`."""
-        made = jax.eval_shape(functools.partial(self.prepare, blocks=True), self._wanted)
-        return made.few, made.many
+    def _declared(self, params: Params) -> Params:
+        """Shapes of the weights in the places of `param_specs`, prepared or not."""
+        segments = dict(params.get("segments", {}))
+        for s, tree in self.param_specs()["segments"].items():
+            layers = dict(segments.get(s, {}))
+            for i in tree.keys() & layers.keys():
+                layers[i] = prepared.declared(tree[i], layers[i])
+            segments[s] = layers
+        top = {k: v for k, v in params.items() if k != "segments"}
+        return {**prepared.declared(self._top_params(), top), "segments": segments}
 
     def check(self, params: Params) -> None:
         """Raises ValueError unless these are weights of this model, prepared or not."""
         if isinstance(params, Prepared):
             self.check(params.few)
             params = params.many
-        params = leaf.logical(params)
-        wrong = params_lib.difference(params, self._wanted)
-        if wrong and all(params_lib.difference(params, x) for x in self._prepared):
+        wrong = params_lib.difference(self._declared(leaf.logical(params)), self._wanted)
+        if wrong:
             raise ValueError(f"the weights are not of this model: {wrong}")
 
     def _embed(self, params: Params, tokens: jax.Array) -> jax.Array:

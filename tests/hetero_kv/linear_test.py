@@ -25,10 +25,15 @@ def test_products_are_those_of_the_matrix(lead: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 12])
 def test_groups_have_weights_of_their_own(rows: int) -> None:
-    weight, x = _weight(3, 10, 2 * linear.COLUMNS), _weight(rows, 1, 3, 10)
-    want = np.einsum("rsgx,gxy->rsgy", x.astype(float), weight.astype(float))
-    for given in (jnp.asarray(weight), Blocks.of(jnp.asarray(weight), linear.COLUMNS)):
+    x = _weight(rows, 1, 3, 10)
+    for columns in (2 * linear.COLUMNS, linear.NARROW):
+        weight = _weight(3, 10, columns)
+        want = np.einsum("rsgx,gxy->rsgy", x.astype(float), weight.astype(float))
+        given = jnp.asarray(weight)
         np.testing.assert_allclose(linear.grouped(x, given), want, atol=1e-4, rtol=0)
+        laid = linear.laid(given)
+        assert laid is not given
+        np.testing.assert_allclose(linear.grouped(x, laid), want, atol=1e-4, rtol=0)
 
 
 def test_a_stack_is_indexed_like_its_weights() -> None:

@@ -8,8 +8,9 @@ import pytest
 
 import models
 from hetero_kv import linear
-from hetero_kv.linear import Blocks
+from hetero_kv.linear import Blocks, Turned
 from hetero_kv.params import Params
+from models import prepared as prepared_lib
 from models.decoder import Decoder
 from models.prepared import Flat
 from tests.models import families, tiny
@@ -105,6 +106,46 @@ def test_experts_and_small_weights() -> None:
     twice = model.prepare(params, blocks=True)
     assert twice.few["embed"] is twice.many["embed"] is params["embed"]
     assert model.prepare(twice) is twice
+
+
+@pytest.mark.parametrize("name", ["v4", "nsa", "nemotron_h", "kimi_linear"])
+def test_every_weight_is_back_in_its_place(name: str) -> None:
+    model = _apart(name)
+    params = random_params(model, 3)
+    prepared, kinds = model.prepare(params, blocks=True), set()
+    for s, group in enumerate(model.stack.groups):
+        (layer,) = group.layers
+        raw = params["segments"][str(s)]["0"]
+        for given in (prepared.few, prepared.many):
+            own = jax.tree.map(lambda x: x[0], given["segments"][str(s)]["0"])
+            tree = layer.params()
+            for path, found in _flat(prepared_lib.plain(tree, own)).items():
+                kinds.add(type(found))
+                want = raw
+                for part in path:
+                    want = want[part]
+                np.testing.assert_array_equal(_whole(found), want[0], err_msg=str(path))
+    assert Turned in kinds
+
+
+def _flat(tree: dict, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], object]:
+    found = {}
+    for name, x in tree.items():
+        if isinstance(x, dict):
+            found |= _flat(x, (*path, name))
+        elif name != prepared_lib.JOINED:
+            found[(*path, name)] = x
+    return found
+
+
+def _whole(x: object) -> np.ndarray:
+    """A weight as it was declared."""
+    if isinstance(x, tuple):
+        return np.stack([_whole(one) for one in x])
+    if isinstance(x, linear.Part):
+        n = x.joined.columns.shape[-1]
+        return np.asarray(x.joined.whole())[:, x.start * n : (x.start + x.size) * n]
+    return np.asarray(x.whole() if isinstance(x, Blocks | Turned) else x)
 
 
 def test_calls_are_given_the_arrays_alone() -> None:

@@ -97,6 +97,19 @@ def test_kept_weights_mean_what_loading_gives(made, name: str) -> None:
     assert elements == {"v4": {"e4m3", "e2m1"}, "v32": {"e4m3"}, "gpt_oss": {"e2m1"}}[name]
 
 
+@pytest.mark.parametrize("name", quantised_dirs.MAKERS)
+def test_kept_weights_are_their_models_when_prepared(made, name: str) -> None:
+    model, params = hf.from_pretrained(made[name][0], keep_quantised=True, scan_layers=False)
+    prepared = model.prepare(params, blocks=True)
+    assert any_packed(prepared.few) and any_packed(prepared.many)
+    for rows in (1, 100):
+        model.stack.check(prepared.read(rows).tree)
+    lacking = prepared.read(1).tree
+    lacking["segments"]["0"]["0"]["small"] = lacking["segments"]["0"]["0"]["small"][:, :-1]
+    with pytest.raises(ValueError, match="not of this model"):
+        model.stack.check(lacking)
+
+
 def logits(model: Decoder, params: Params) -> list[np.ndarray]:
     """Of a prefill in pieces and of decode steps."""
     cache, out = model.init_cache(2, 64), []
