@@ -145,8 +145,7 @@ def declared(tree: ParamTree, params: Params) -> Params:
     left = {name: x.shape[-1] for name, x in held.items()}
 
     def taken(spec: ParamSpec) -> jax.ShapeDtypeStruct | None:
-        kind = spec.reads if spec.reads in joined else SMALL
-        size = math.prod(spec.shape) if kind == SMALL else spec.shape[-1]
+        kind, size = _held_in(spec, joined)
         if left.get(kind, 0) < size:
             return None
         left[kind] -= size
@@ -187,15 +186,13 @@ def plain(tree: ParamTree, params: Params) -> Params:
     start = dict.fromkeys((SMALL, *joined), 0)
 
     def taken(spec: ParamSpec) -> jax.Array | Part:
-        kind = spec.reads if spec.reads in joined else SMALL
-        first, size = start[kind], spec.shape[-1]
-        if kind == SMALL:
-            size = math.prod(spec.shape)
-            start[kind] += size
-            return whole[first : first + size].reshape(spec.shape)
-        size //= joined[kind].columns.shape[-1]
+        kind, size = _held_in(spec, joined)
+        first = start[kind]
         start[kind] += size
-        return Part(joined[kind], first, size)
+        if kind == SMALL:
+            return whole[first : first + size].reshape(spec.shape)
+        n = joined[kind].columns.shape[-1]
+        return Part(joined[kind], first // n, size // n)
 
     def fill(tree: ParamTree, held: Params) -> Params:
         new = {}
@@ -207,6 +204,13 @@ def plain(tree: ParamTree, params: Params) -> Params:
         return new
 
     return fill(tree, params)
+
+
+def _held_in(spec: ParamSpec, joined: Params) -> tuple[str, int]:
+    """Which array holds a weight that is not in its place, and how much of its last axis."""
+    if spec.reads in joined:
+        return spec.reads, spec.shape[-1]
+    return SMALL, math.prod(spec.shape)
 
 
 def _is_small(spec: ParamSpec, x: Any) -> bool:

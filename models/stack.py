@@ -137,19 +137,24 @@ class Stack:
 
     @functools.cached_property
     def _wanted(self) -> Params:
-        """Made once: an eager `forward` asks at every call."""
+        """Made once, as `_specs`: an eager `forward` asks at every call."""
         return self.abstract_params()
+
+    @functools.cached_property
+    def _specs(self) -> ParamTree:
+        return self.param_specs()
 
     def _declared(self, params: Params) -> Params:
         """Shapes of the weights in the places of `param_specs`, prepared or not."""
         segments = dict(params.get("segments", {}))
-        for s, tree in self.param_specs()["segments"].items():
+        for s, tree in self._specs["segments"].items():
             layers = dict(segments.get(s, {}))
             for i in tree.keys() & layers.keys():
                 layers[i] = prepared.declared(tree[i], layers[i])
             segments[s] = layers
         top = {k: v for k, v in params.items() if k != "segments"}
-        return {**prepared.declared(self._top_params(), top), "segments": segments}
+        specs = {k: v for k, v in self._specs.items() if k != "segments"}
+        return {**prepared.declared(specs, top), "segments": segments}
 
     def check(self, params: Params) -> None:
         """Raises ValueError unless these are weights of this model, prepared or not."""
