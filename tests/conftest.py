@@ -4,20 +4,19 @@ JAX is configured through the environment, before anything imports it, so that p
 tests start have the same settings.
 """
 
-import gc
 import hashlib
 import importlib.metadata
 import os
 import pathlib
 import platform
 import shutil
-import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
 
 import hypothesis
 import pytest
+
+from tests import mappings
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -32,6 +31,7 @@ BUDGETS = {
     "notebooks": 80,
     "readme": 35,
     "house": 10,
+    "mappings": 5,
     "parity": 900,
 }
 _CACHE_LIMIT = 1 << 30  # bytes of compiled code kept between runs
@@ -116,29 +116,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
 
 
-# Linux lets a process have 65,530 mappings. Every compiled function takes some, and where there are
-# no more the compiler dies, so a worker that has run many modules begins anew.
-_MOST_MAPPINGS = 30_000
+_watch = mappings.Watch()
 
 
-def _mappings() -> int:
-    try:
-        return pathlib.Path("/proc/self/maps").read_bytes().count(b"\n")
-    except OSError:
-        return 0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _few_mappings() -> Iterator[None]:
-    """Forgets what is compiled, and what tests keep that holds it, before it is too much."""
-    yield
-    if _mappings() < _MOST_MAPPINGS:
-        return
-    for name, module in list(sys.modules.items()):
-        for value in list(vars(module).values()) if name.startswith("tests.") else ():
-            if callable(getattr(value, "cache_clear", None)):
-                value.cache_clear()
-    import jax
-
-    jax.clear_caches()
-    gc.collect()
+def pytest_runtest_logfinish() -> None:
+    """Between tests, not modules: one module can compile more than a process can hold."""
+    _watch()
