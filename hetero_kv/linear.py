@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -59,18 +60,6 @@ class Blocks:
         return jnp.moveaxis(self.columns, -3, -2).reshape(self.shape)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Part:
-    """`size` blocks from `start` on of a weight whose other blocks are multiplied with the same.
-
-    Every part's product is that of the whole: XLA finds them equal and makes one.
-    """
-
-    joined: Blocks
-    start: int
-    size: int
-
-
 @functools.partial(_register, data_fields=("rows",))
 @dataclasses.dataclass(frozen=True, eq=False)
 class Turned:
@@ -101,6 +90,18 @@ class Turned:
         return jnp.swapaxes(self.rows, -1, -2)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """`size` columns from `start` on of a weight whose other columns are multiplied with the same.
+
+    Every part's product is that of the whole: XLA finds them equal and makes one.
+    """
+
+    joined: jax.Array | Blocks | Turned
+    start: int
+    size: int
+
+
 def width(k: int, *wide: int) -> int:
     """Columns of a block for weights [k, n] of each n in `wide` side by side.
 
@@ -114,9 +115,17 @@ def width(k: int, *wide: int) -> int:
 
 def can_block(weight: Any) -> bool:
     """Whether blocks help with a weight."""
-    if not _matrix(weight) or weight.shape[-1] % COLUMNS:
-        return False
-    return weight.shape[-2] * weight.shape[-1] <= BLOCKED
+    return _matrix(weight) and fits_blocks(weight.shape)
+
+
+def can_join(weight: Any) -> bool:
+    """Whether a weight is better one with others that read the same, in one product."""
+    return _matrix(weight) and weight.shape[-2] * weight.shape[-1] <= BLOCKED
+
+
+def fits_blocks(shape: tuple[int, ...]) -> bool:
+    """Whether a matrix has columns for blocks, and is not too large for them."""
+    return shape[-1] % COLUMNS == 0 and shape[-2] * shape[-1] <= BLOCKED
 
 
 def laid(weight: Any) -> Any:
@@ -142,10 +151,14 @@ def linear(
     dtype: of the sum and the result, default that of the operands.
     """
     if isinstance(weight, Part):
-        first, n = weight.start, weight.joined.columns.shape[-1]
         both = linear(x, weight.joined)
-        return both[..., first * n : (first + weight.size) * n].astype(dtype or both.dtype)
+        own = both[..., weight.start : weight.start + weight.size]
+        return own.astype(dtype or both.dtype)
     if isinstance(weight, Turned):
+        if weight.rows.ndim == 2 and math.prod(x.shape[:-1]) == 1:
+            # Turned back, XLA would read it number by number within the product.
+            y = jnp.matmul(weight.rows, x.reshape(-1), preferred_element_type=dtype)
+            return y.reshape(*x.shape[:-1], -1)
         weight = weight.whole()
     if not isinstance(weight, Blocks):
         return jnp.matmul(x, weight, preferred_element_type=dtype)

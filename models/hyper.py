@@ -75,15 +75,18 @@ class Hyper:
         return self._mixture(pre, streams).astype(streams.dtype), (post, mix)
 
     def _sinkhorn(self, logits: jax.Array) -> jax.Array:
-        mix = jax.nn.softmax(logits, axis=-1) + self.eps
+        """softmax over rows + eps, its columns normalised, then rows and columns in turns.
 
-        def columns(m: jax.Array) -> jax.Array:
+        The softmax's division is the first of the loop, in which XLA makes one kernel of all of it.
+        """
+
+        def step(i: jax.Array, m: jax.Array) -> jax.Array:
+            within, after = jnp.where(i == 0, 0.0, self.eps), jnp.where(i == 0, self.eps, 0.0)
+            m = m / (jnp.sum(m, axis=-1, keepdims=True) + within) + after
             return m / (jnp.sum(m, axis=-2, keepdims=True) + self.eps)
 
-        def step(_: int, m: jax.Array) -> jax.Array:
-            return columns(m / (jnp.sum(m, axis=-1, keepdims=True) + self.eps))
-
-        return jax.lax.fori_loop(0, self.iters - 1, step, columns(mix))
+        most = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+        return jax.lax.fori_loop(0, self.iters, step, jnp.exp(logits - most))
 
     def write(
         self, streams: jax.Array, y: jax.Array, gates: tuple[jax.Array, jax.Array]

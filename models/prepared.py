@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetero_kv.linear import FEW, Blocks, Part, Turned, can_block, laid, width
+from hetero_kv.linear import FEW, Blocks, Part, Turned, can_join, fits_blocks, laid, width
 from hetero_kv.params import Params, ParamSpec, ParamTree
 
 SMALL = "small"
 JOINED = "joined"
+ODD = ", odd"  # after what joined weights read, where their columns make no blocks
 MOST = 4096  # numbers of a weight that is copied out of `small` at every call
 
 
@@ -114,25 +115,38 @@ def laid_out(tree: ParamTree, params: Params) -> Params:
 def few(tree: ParamTree, params: Params) -> Params:
     """Prepared weights of one layer for few rows: each as `linear.laid` lays it.
 
-    Of its attention's, blocks of weights that read the same become one array of `joined`.
+    Of its attention's, those that read the same become one of `joined`.
     """
     attn, joined = _joined(tree["attn"], params["attn"])
     new = laid_out(tree, {**params, "attn": attn})
     return {**new, "attn": {**new["attn"], JOINED: joined}} if joined else new
 
 
-def _joined(tree: ParamTree, params: Params) -> tuple[Params, dict[str, Blocks]]:
+def _joined(tree: ParamTree, params: Params) -> tuple[Params, dict[str, Any]]:
     """The weights that stay apart, and the others by what they read, in the order of the tree."""
-    left, parts = _parted(tree, params, lambda spec, x: spec.reads and can_block(x))
     read: dict[str, list[jax.Array]] = {}
-    for spec, x in parts:
-        read.setdefault(spec.reads, []).append(x)
+    for spec, x in _parted(tree, params, _can_join)[1]:
+        read.setdefault(_read(spec), []).append(x)
     joined = {}
     for name, each in read.items():
-        n = width(each[0].shape[-2], *(x.shape[-1] for x in each))
-        columns = [Blocks.of(x, n).columns for x in each]
-        joined[name] = Blocks(jnp.concatenate(columns, axis=-3))
+        if not name.endswith(ODD):
+            n = width(each[0].shape[-2], *(x.shape[-1] for x in each))
+            columns = [Blocks.of(x, n).columns for x in each]
+            joined[name] = Blocks(jnp.concatenate(columns, axis=-3))
+        elif len(each) > 1:
+            joined[name] = laid(jnp.concatenate(each, axis=-1))
+
+    left, _ = _parted(tree, params, lambda spec, x: _can_join(spec, x) and _read(spec) in joined)
     return left, joined
+
+
+def _can_join(spec: ParamSpec, x: Any) -> bool:
+    return bool(spec.reads) and can_join(x)
+
+
+def _read(spec: ParamSpec) -> str:
+    """What a weight has in common with those it is joined with."""
+    return spec.reads if fits_blocks(spec.shape) else spec.reads + ODD
 
 
 def declared(tree: ParamTree, params: Params) -> Params:
@@ -191,8 +205,7 @@ def plain(tree: ParamTree, params: Params) -> Params:
         start[kind] += size
         if kind == SMALL:
             return whole[first : first + size].reshape(spec.shape)
-        n = joined[kind].columns.shape[-1]
-        return Part(joined[kind], first // n, size // n)
+        return Part(joined[kind], first, size)
 
     def fill(tree: ParamTree, held: Params) -> Params:
         new = {}
@@ -208,8 +221,8 @@ def plain(tree: ParamTree, params: Params) -> Params:
 
 def _held_in(spec: ParamSpec, joined: Params) -> tuple[str, int]:
     """Which array holds a weight that is not in its place, and how much of its last axis."""
-    if spec.reads in joined:
-        return spec.reads, spec.shape[-1]
+    if spec.reads and _read(spec) in joined:
+        return _read(spec), spec.shape[-1]
     return SMALL, math.prod(spec.shape)
 
 

@@ -82,6 +82,9 @@ def tile(pool: Pool, layer: int | jax.Array, index: jax.Array, size: int) -> jax
     """Tile `index` of one layer: [R, size, w]. The pool holds a whole number of tiles."""
     if isinstance(pool, Packed):
         return pool.packing.unpack(tile(pool.rows, layer, index, size))
+    # A pool of one tile is the same whatever the index. XLA would read it in front of a loop over
+    # tiles, and there, where the new entry is written as well, copy the pools of all layers.
+    index, pool = jax.lax.optimization_barrier((index, pool))
     if isinstance(pool, Paged):
         return _paged_tile(pool, layer, index, size)
     start = (layer, 0, index * size, 0)

@@ -69,17 +69,24 @@ def test_those_of_every_mechanism(name: str, narrow_blocks) -> None:
     _compare(_apart(name), (16, 3))
 
 
-def test_weights_that_read_the_same_are_read_at_once(narrow_blocks) -> None:
+@pytest.mark.parametrize("columns", [2, 64])
+def test_weights_that_read_the_same_are_read_at_once(columns: int, monkeypatch) -> None:
+    """In blocks of so many columns where there are, else in one piece."""
+    monkeypatch.setattr(linear, "COLUMNS", columns)
     config = tiny.model("v4")[0].config.replace(
         layer_types=("csa",), mlp_types=("dense",), hc_streams=0, scan_layers=False
     )
     model = models.build(config)
     few = jax.eval_shape(lambda: model.prepare(model.init(jax.random.key(0)), blocks=True)).few
-    joined = few["segments"]["0"]["0"]["attn"]["joined"]
-    assert {name: x.shape[-1] for name, x in joined.items()} == {
+    joined = dict(few["segments"]["0"]["0"]["attn"]["joined"])
+    sizes = {
         "x": 10 + 12 + 2 * 24 + 2 * 16 + 8,  # queries, own row, two compressors, index weights
         "latent": 4 * 12 + 8 * 8,  # queries and index queries
     }
+    if columns == 64:  # the index queries alone have them: nothing is in their product
+        assert isinstance(joined.pop("latent"), Blocks) and joined.keys() == {"x, odd"}
+        joined, sizes = {"x": joined["x, odd"]}, {"x": sizes["x"]}
+    assert {name: x.shape[-1] for name, x in joined.items()} == sizes
     cache = model.abstract_cache(1, tiny.CAPACITY)
     token = jax.ShapeDtypeStruct((1,), "int32")
 
@@ -88,7 +95,7 @@ def test_weights_that_read_the_same_are_read_at_once(narrow_blocks) -> None:
         return step.compile(compiler_options=tiny.FAST_COMPILE).as_text().count(" dot(")
 
     plain = jax.eval_shape(model.init, jax.random.key(0))
-    assert products(plain) - products(few) == (7 - 1) + (2 - 1)
+    assert products(plain) - products(few) == sum({"x": 7 - 1, "latent": 2 - 1}[x] for x in sizes)
 
 
 def test_experts_and_small_weights() -> None:
@@ -143,8 +150,7 @@ def _whole(x: object) -> np.ndarray:
     if isinstance(x, tuple):
         return np.stack([_whole(one) for one in x])
     if isinstance(x, linear.Part):
-        n = x.joined.columns.shape[-1]
-        return np.asarray(x.joined.whole())[:, x.start * n : (x.start + x.size) * n]
+        return _whole(x.joined)[:, x.start : x.start + x.size]
     return np.asarray(x.whole() if isinstance(x, Blocks | Turned) else x)
 
 

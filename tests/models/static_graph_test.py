@@ -1,5 +1,6 @@
 """One compile per function and call size, donated caches, deep models of few bodies (rule 5)."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -86,6 +87,22 @@ def test_the_cache_is_donated(fresh: Decoder) -> None:
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(old))
         after = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(new)]
         assert before == after  # updated in place
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_a_step_copies_nothing_that_is_cached(scanned: bool) -> None:
+    """Neither a ring of raw rows, read only when a group closes, nor a pool of one tile."""
+    kinds = ("csa", "hca", "full") * 2
+    config = tiny.config("full_mixed", layer_types=kinds, mlp_types=("dense",) * len(kinds))
+    model = models.build(config.replace(scan_layers=scanned, hc_streams=0))
+    cache = model.abstract_cache(1, tiny.CAPACITY)  # rows' writes are then no scatters
+    token = jax.ShapeDtypeStruct((1,), "int32")
+    lowered = model._step.lower(model.abstract_params(), token, cache, None)
+    text = lowered.compile(compiler_options=tiny.FAST_COMPILE).as_text()
+    rows = [leaf for leaf in jax.tree.leaves(cache.layers) if leaf.ndim == 4]
+    shapes = {",".join(map(str, leaf.shape)) for leaf in rows}
+    copied = re.findall(r"= [a-z0-9]+\[([0-9,]*)\]\S* copy\(", text)
+    assert copied and not shapes & set(copied)
 
 
 def flash(repeats: int = 20) -> DecoderConfig:

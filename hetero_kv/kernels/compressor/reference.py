@@ -123,15 +123,19 @@ def close_many(
     return entry(how, norm, pooled, index), first, done
 
 
-def close_one(how: Pooling, norm: jax.Array, tail: jax.Array, position: jax.Array) -> jax.Array:
+def close_one(
+    how: Pooling, norm: jax.Array, tail: jax.Array, layer: jax.Array, position: jax.Array
+) -> jax.Array:
     """The entry that the token at i32[R] `position` closes: [R, width] (else unused bytes).
 
-    tail: the ring with this token's raw row in it. The work is skipped when no row closes.
+    tail: all layers' rings with this token's raw row in them: of one layer alone, taken out in
+    front of the loop, XLA would make copies at every step. The work is skipped when no row closes.
     """
     closes = (position + 1) % how.ratio == 0
     index = position // how.ratio
 
-    def work(tail: jax.Array, index: jax.Array) -> jax.Array:
+    def work(tail: jax.Array, layer: jax.Array, index: jax.Array) -> jax.Array:
+        tail = ring.read(tail, layer)
         halves = tail.reshape(tail.shape[0], -1, how.ratio, tail.shape[2])
         current, previous = halves[:, 0], halves[:, -1]
         if how.overlap:
@@ -140,8 +144,8 @@ def close_one(how: Pooling, norm: jax.Array, tail: jax.Array, position: jax.Arra
             previous = jnp.where(odd, halves[:, 0], halves[:, 1])
         return entry(how, norm, pool(how, current, previous, index), index)
 
-    nothing = jnp.zeros((tail.shape[0], how.width), how.dtype)
-    return when(jnp.any(closes), work, nothing, tail, index)
+    nothing = jnp.zeros((tail.shape[1], how.width), how.dtype)
+    return when(jnp.any(closes), work, nothing, tail, layer, index)
 
 
 def store(
@@ -155,12 +159,11 @@ def store(
     count: jax.Array,
 ) -> Pool:
     """The pool with the entries in it that close; see `api.store`."""
-    held = ring.read(tail, layer)
     if raw is None:
-        new, first = close_one(how, norm, held, start)[:, None], start // how.ratio
+        new, first = close_one(how, norm, tail, layer, start)[:, None], start // how.ratio
         done = (start + count) // how.ratio - first
     else:
-        new, first, done = close_many(how, norm, held, raw, start, count)
+        new, first, done = close_many(how, norm, ring.read(tail, layer), raw, start, count)
     return pools.append(pool_, layer, first, new, done)
 
 

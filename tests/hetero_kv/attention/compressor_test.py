@@ -111,7 +111,7 @@ def run_one(made: Compressor, params: Params, x: jax.Array, position: jax.Array)
     held = jnp.full((x.shape[0], made.keep + made.ratio, 2 * made.series), jnp.nan)
     raw = made.raw(params, x, jnp.arange(x.shape[1], dtype=jnp.int32))
     held = ring.advance(held, jnp.zeros_like(position), raw, position + 1)
-    return close_one(made.pooling, params["norm"], held, position)
+    return close_one(made.pooling, params["norm"], held[None], jnp.int32(0), position)
 
 
 @pytest.mark.parametrize("ratio, overlap", CASES)
