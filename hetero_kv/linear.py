@@ -113,9 +113,9 @@ def width(k: int, *wide: int) -> int:
     return max(n for n in range(step, most + 1, step) if all(x % n == 0 for x in wide))
 
 
-def can_block(weight: Any) -> bool:
-    """Whether blocks help with a weight."""
-    return _matrix(weight) and fits_blocks(weight.shape)
+def whole_blocks(shape: tuple[int, ...]) -> bool:
+    """Whether blocks can be made of a weight's columns."""
+    return shape[-1] % COLUMNS == 0
 
 
 def can_join(weight: Any) -> bool:
@@ -123,9 +123,9 @@ def can_join(weight: Any) -> bool:
     return _matrix(weight) and weight.shape[-2] * weight.shape[-1] <= BLOCKED
 
 
-def fits_blocks(shape: tuple[int, ...]) -> bool:
-    """Whether a matrix has columns for blocks, and is not too large for them."""
-    return shape[-1] % COLUMNS == 0 and shape[-2] * shape[-1] <= BLOCKED
+def can_block(weight: Any) -> bool:
+    """Whether blocks help with a weight."""
+    return can_join(weight) and whole_blocks(weight.shape)
 
 
 def laid(weight: Any) -> Any:

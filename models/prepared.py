@@ -14,7 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hetero_kv.linear import FEW, Blocks, Part, Turned, can_join, fits_blocks, laid, width
+from hetero_kv.linear import (
+    FEW,
+    Blocks,
+    Part,
+    Turned,
+    can_block,
+    can_join,
+    laid,
+    whole_blocks,
+    width,
+)
 from hetero_kv.params import Params, ParamSpec, ParamTree
 
 SMALL = "small"
@@ -129,7 +139,7 @@ def _joined(tree: ParamTree, params: Params) -> tuple[Params, dict[str, Any]]:
         read.setdefault(_read(spec), []).append(x)
     joined = {}
     for name, each in read.items():
-        if not name.endswith(ODD):
+        if can_block(each[0]):
             n = width(each[0].shape[-2], *(x.shape[-1] for x in each))
             columns = [Blocks.of(x, n).columns for x in each]
             joined[name] = Blocks(jnp.concatenate(columns, axis=-3))
@@ -146,7 +156,7 @@ def _can_join(spec: ParamSpec, x: Any) -> bool:
 
 def _read(spec: ParamSpec) -> str:
     """What a weight has in common with those it is joined with."""
-    return spec.reads if fits_blocks(spec.shape) else spec.reads + ODD
+    return spec.reads if whole_blocks(spec.shape) else spec.reads + ODD
 
 
 def declared(tree: ParamTree, params: Params) -> Params:

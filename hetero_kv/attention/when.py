@@ -15,8 +15,9 @@ def when(condition: jax.Array, run: Callable[..., T], otherwise: T, *operands: j
     A loop of zero or one trips: XLA's conditional would copy every buffer that `run` reads and the
     caller updates in place, for example a whole ring of raw rows per layer and step.
 
-    operands: what the work is done on. What `run` makes of anything else, XLA may do always: in a
-    loop it does not change.
+    operands: what the work is done on, cached arrays as they are held: of a part that is taken out
+    before, XLA makes copies. What `run` makes of anything else, XLA may do always: in a loop it
+    does not change.
     """
 
     def body(trip: jax.Array, _: T) -> T:
